@@ -115,17 +115,11 @@ class Saver:
         rank, size = self._transport.rank, self._transport.world_size
         with self._discarding(writer, token):
             slots = gathered(self._memory, self._transport)
-        pieces = pieces_of(self._memory, slots, self._shards, rank, size)
-        if isinstance(writer, DifferentialWriter):
-            given, pieces = pieces, []
-            with self._discarding(writer, token):
-                shared(
-                    self._transport,
-                    "copying what has changed",
-                    lambda: writer.take(token, rank, given) or "",
-                )
-        elif asynchronous:
-            with self._discarding(writer, token):
+            pieces = pieces_of(self._memory, slots, self._shards, rank, size)
+            if isinstance(writer, DifferentialWriter):
+                given, pieces = pieces, []
+                shared(self._transport, "copying what has changed", lambda: writer.take(token, rank, given))
+            elif asynchronous:
                 shared(self._transport, "copying all tables", lambda: _copy_(pieces))
         if asynchronous:
             if self._background_transport is None:
@@ -216,11 +210,10 @@ class Saver:
         """Does everything after the preparation. All ranks; a failure on one rank fails on all."""
         rank, size = transport.rank, transport.world_size
 
-        def commit(receipts: Sequence[str]) -> str:
+        def commit(receipts: Sequence[str]) -> None:
             if rank == 0:
                 writer.commit(token, facts, receipts)
                 writer.retain(keep)
-            return ""
 
         with self._discarding(writer, token):
             receipts = shared(
@@ -298,10 +291,9 @@ def _writer_of(path: Path | CheckpointWriter, keep: int, *, asynchronous: bool) 
     return writer
 
 
-def _copy_(pieces: list[Piece]) -> str:
+def _copy_(pieces: list[Piece]) -> None:
     """Replaces the pieces' tensors by copies."""
     pieces[:] = [dataclasses.replace(piece, tensor=piece.tensor.clone()) for piece in pieces]
-    return ""
 
 
 def _discard(writer: CheckpointWriter, token: str) -> None:
@@ -311,8 +303,8 @@ def _discard(writer: CheckpointWriter, token: str) -> None:
         logger.warning("leftovers of a failed save can't be removed: %s: %s", type(error).__name__, error)
 
 
-def shared(transport: Transport, what: str, act: Callable[[], str]) -> list[str]:
-    """Runs `act` on every rank, and returns all ranks' results. All ranks.
+def shared(transport: Transport, what: str, act: Callable[[], str | None]) -> list[str]:
+    """Runs `act` on every rank, and returns all ranks' results, "" for None. All ranks.
 
     Raises:
         EcembError: `act` failed on a rank; the same on all, a CheckpointFailed if the error is not ecemb's.
@@ -321,7 +313,7 @@ def shared(transport: Transport, what: str, act: Callable[[], str]) -> list[str]
     failure: Exception | None = None
     said = ["", ""]
     try:
-        said[1] = act()
+        said[1] = act() or ""
     except Exception as error:  # noqa: BLE001 - raised after all ranks have learned of it
         failure, said = error, [type(error).__name__, str(error)]
     answers = [json.loads(text) for text in transport.gather(json.dumps(said).encode(), what)]
