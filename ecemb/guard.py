@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from .checkpoint.folder_store import reader_of
 from .checkpoint.interface import CheckpointReader, CheckpointWriter
-from .checkpoint.saver import reader_of
 from .checkpoint.transfer import Transfer
 from .coding.code import Code
 from .engines.contract import Hooks
@@ -615,7 +615,7 @@ def protect(
             failure_domain=failure_domain,
             parity_backend=parity_backend,
             compare_every=compare_every,
-            reader=None if resume is None else reader_of(resume),
+            reader=None if resume is None else reader_of(resume, "resume="),
             resume_required=resume_required,
             renamed=renamed or {},
             transfer=transfer,

@@ -304,8 +304,8 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
         raise ConfigurationError(f"{text!r} is no path of a folder for checkpoints: pass one")
     if _URL.match(text):
         raise ConfigurationError(
-            f"{text!r} is a URL, and checkpoints go to a folder that all ranks see: pass its path, or a "
-            f"CheckpointWriter for another store"
+            f"{text!r} is a URL, and checkpoints go to a folder that all ranks see: pass its path, or an "
+            f"object that writes and reads another store"
         )
     if text.startswith("~"):
         raise ConfigurationError(
@@ -319,6 +319,18 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
             f"{text!r} is a relative path, and this process has no working directory that it "
             f"could begin at ({error.strerror}): pass an absolute path"
         ) from None
+
+
+def reader_of(source: str | os.PathLike[str] | CheckpointReader, argument: str) -> CheckpointReader:
+    """The reader for an argument that takes a folder or a reader.
+
+    Raises:
+        ConfigurationError: the argument is neither a path nor a reader; or as `CheckpointFolder`.
+    """
+    reader = CheckpointFolder(source) if isinstance(source, (str, os.PathLike)) else source
+    if not isinstance(reader, CheckpointReader):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(f"{argument} takes a path or a CheckpointReader; it got {source!r}")
+    return reader
 
 
 def one_tells(reader: CheckpointReader, rank: int) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointFailed, CheckpointMismatch, ConfigurationError
-from .folder_store import CheckpointFolder
+from .folder_store import reader_of
 from .interface import CheckpointReader, Piece, Stored
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -118,7 +118,7 @@ class Follower:
             them, such as the state_dict() of a model without tables. Of these, dtypes and shapes are read.
 
     Raises:
-        ConfigurationError: `source` is neither; or it is a URL, which a reader has to be made for.
+        ConfigurationError: `source` is none of these; or it is a URL, which a reader has to be made for.
     """
 
     def __init__(
@@ -130,7 +130,9 @@ class Follower:
         dense: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._dense = {name: (one.dtype, one.shape) for name, one in (dense or {}).items()}
-        self._source = _reader_of(source)
+        if not isinstance(source, IncrementReader):
+            source = FullReader(reader_of(source, "Follower(source=), if it is no IncrementReader,"))
+        self._source = source
         self._tables = None if tables is None else sorted(tables)
         self._columns = sorted(columns)
         self._reading = threading.Lock()
@@ -322,24 +324,6 @@ class Follower:
                     "whose rows stay: make another Follower for it, or save it to another folder"
                 )
         return wanted
-
-
-def _reader_of(source: str | os.PathLike[str] | IncrementReader | CheckpointReader) -> IncrementReader:
-    if isinstance(source, (str, os.PathLike)):
-        if "://" in os.fspath(source):
-            raise ConfigurationError(
-                "Follower(source=) takes a folder, or an object that reads a URL; it got "
-                f"{os.fspath(source)!r}: pass such an object (baselines.check_n_run.following.Increments for "
-                "what Check-N-Run has written)"
-            )
-        return FullReader(CheckpointFolder(source))
-    if isinstance(source, IncrementReader):
-        return source
-    if isinstance(source, CheckpointReader):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return FullReader(source)
-    raise ConfigurationError(
-        f"Follower(source=) takes a folder, an IncrementReader or a CheckpointReader; it got {source!r}"
-    )
 
 
 def _only(table: StoredTable, columns: Collection[str]) -> StoredTable:

@@ -342,18 +342,6 @@ def absence_of(reader: CheckpointReader) -> str:
     return f"{name_of(reader)} has no complete one"
 
 
-def reader_of(resume: Path | CheckpointReader, argument: str = "resume=") -> CheckpointReader:
-    """The reader for the argument of `protect(resume=)`, or for another one.
-
-    Raises:
-        ConfigurationError: the argument is neither a path nor a reader.
-    """
-    reader = CheckpointFolder(resume) if isinstance(resume, (str, os.PathLike)) else resume
-    if not isinstance(reader, CheckpointReader):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigurationError(f"{argument} takes a path or a CheckpointReader; it got {resume!r}")
-    return reader
-
-
 def finish(store: CheckpointWriter, job: str, step: int) -> None:
     """Records in one store that the job is closed; rank 0. A failure is logged."""
     try:

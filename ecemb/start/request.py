@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..checkpoint.folder_store import reader_of
 from ..checkpoint.interface import CheckpointReader
-from ..checkpoint.saver import name_of, reader_of
+from ..checkpoint.saver import name_of
 from ..checkpoint.transfer import Transfer
 from ..coding.code import Code
 from ..engines.discover import Tables, find

@@ -333,13 +333,13 @@ def test_a_snapshot_of_another_thread_ends_a_wait(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("source", ["s3://bucket/job", "memory://job"])
 def test_a_url_takes_a_reader(source: str) -> None:
-    with refused(ConfigurationError, source, "an object that reads a URL", "Increments"):
+    with refused(ConfigurationError, f"{source!r} is a URL", "an object that writes and reads another store"):
         Follower(source)
 
 
 def test_what_is_no_source() -> None:
     nothing: Any = 7
-    with refused(ConfigurationError, "a folder, an IncrementReader or a CheckpointReader", "7"):
+    with refused(ConfigurationError, "no IncrementReader, takes a path or a CheckpointReader", "7"):
         Follower(nothing)
 
 
