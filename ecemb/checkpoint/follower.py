@@ -450,21 +450,20 @@ class FullReader:
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
-        self._stored: Stored | None = None
+        self._stored: Stored  # of the last chain
 
     def __str__(self) -> str:
         return str(self._reader)
 
     def chain(self) -> Chain | None:
         """See `IncrementReader`."""
-        self._stored = self._reader.newest()
-        if self._stored is None:
+        stored = self._reader.newest()
+        if stored is None:
             return None
-        facts, tables = self._stored.facts, tables_of(self._stored.facts)
-        link = Link(self._stored.name, frozenset(tables), str(facts.get("save", "")))
-        return Chain(
-            (link,), self._stored.step, str(facts.get("lineage", "")), str(facts.get("job", "")), tables
-        )
+        self._stored = stored
+        facts, tables = stored.facts, tables_of(stored.facts)
+        link = Link(stored.name, frozenset(tables), str(facts.get("save", "")))
+        return Chain((link,), stored.step, str(facts.get("lineage", "")), str(facts.get("job", "")), tables)
 
     def apply_(self, link: Link, tables: Tables) -> Mapping[str, Tensor | None]:
         """See `IncrementReader`."""
@@ -473,18 +472,13 @@ class FullReader:
             for table, columns in tables.items()
             for column, tensor in columns.items()
         ]
-        self._reader.read(self._newest(), pieces)
+        self._reader.read(self._stored, pieces)
         return dict.fromkeys(tables)
 
     def dense_(self, tensors: Mapping[str, Tensor]) -> None:
         """See `IncrementReader`."""
         pieces = [Piece(name, tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()]
-        self._reader.read(self._newest(), pieces)
-
-    def _newest(self) -> Stored:
-        if self._stored is None:
-            raise RuntimeError("chain() comes before apply_() and dense_()")
-        return self._stored
+        self._reader.read(self._stored, pieces)
 
 
 def tables_of(facts: Mapping[str, Any]) -> dict[str, StoredTable]:

@@ -424,14 +424,6 @@ def test_bad_folders_of_full_saves(tmp_path: Path) -> None:
         Follower(folder.path / "step-000000000009").refresh()
 
 
-def test_a_full_save_is_read_after_a_look_at_it(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path / "checkpoints")
-    save(folder, 3)
-    follower = Follower(folder.path)
-    with pytest.raises(RuntimeError, match="comes before"):
-        follower._source.apply_(Link("step-000000000003", frozenset()), {})
-
-
 def test_stores_that_say_less(tmp_path: Path) -> None:
     """A CheckpointReader of one's own may leave out what `Stored` doesn't ask for."""
 
