@@ -33,7 +33,7 @@ from ..state.rank_state import RankState, scalars_in
 from ..state.replicated import ReplicatedState
 from .folder_store import one_tells
 from .interface import CheckpointReader, Piece, Stored
-from .transfer import Match, Sources, Taking, by_hand, read_ids, read_pieces
+from .transfer import Match, Sources, Taking, read_ids, read_pieces
 
 FORMAT = 2
 CHUNK_BYTES = 1 << 27
@@ -247,7 +247,8 @@ def check(
     """
     facts = stored.facts
     check_format(stored)
-    hand = by_hand(facts) | {shard.layout.name for shard in shards if shard.rows is None}
+    match = Match(facts, everywhere, renamed)
+    hand = match.by_hand | {shard.layout.name for shard in shards if shard.rows is None}
     if hand and facts["world_size"] != world_size:
         raise CheckpointMismatch(
             f"{stored.name} was saved by {facts['world_size']} ranks, and these are {world_size}: tables "
@@ -255,7 +256,6 @@ def check(
             f"ecemb can't shard them again. Start {facts['world_size']} ranks. Of tables that are sharded by "
             f"hand, ecemb.protect(shards=) says where their rows stand, when they are saved and here"
         )
-    match = Match(facts, everywhere, renamed)
     problems = list(match.problems_of_names())
     sources: Sources = {}
     mine = [shard.describe() for shard in shards]
@@ -301,13 +301,14 @@ def take(
         CheckpointError: the checkpoint can't be read.
     """
     one_tells(reader, rank)
-    pieces = [piece for piece in _rows(memory, shards, rank) if piece.key in taking.sources]
-    mapped = {piece.key: base(piece.table or "") in taking.rows for piece in pieces}
-    read_pieces(reader, taking.stored, [piece for piece in pieces if not mapped[piece.key]], taking.sources)
-    for piece in pieces:
-        if mapped[piece.key]:
-            ids = taking.rows[base(piece.table or "")]
-            read_ids(reader, taking.stored, piece, taking.sources[piece.key], ids, CHUNK_BYTES)
+    same: list[Piece] = []
+    for piece in _rows(memory, shards, rank):
+        if piece.key in taking.sources:
+            if (ids := taking.rows.get(base(piece.table or ""))) is None:
+                same.append(piece)
+            else:
+                read_ids(reader, taking.stored, piece, taking.sources[piece.key], ids, CHUNK_BYTES)
+    read_pieces(reader, taking.stored, same, taking.sources)
 
 
 def restore_rows(

@@ -93,23 +93,6 @@ def _range(name: str, width: int) -> range:
     return range(width) if found is None else range(int(found[2]), int(found[3]))
 
 
-def stored_tables(facts: Mapping[str, Any]) -> dict[str, list[StoredRange]]:
-    """The tables of a checkpoint whose order over ranks is known, by base name, in the order of columns."""
-    found: dict[str, dict[str, StoredRange]] = {}
-    for of_rank in facts["tables"]:
-        for name, rows, _, columns in of_rank:
-            if rows is not None:
-                held = {column: (dtype, width) for column, dtype, width in columns}
-                one = StoredRange(name, _range(name, held[WEIGHT][1]), rows, held)
-                found.setdefault(base(name), {})[name] = one
-    return {name: sorted(parts.values(), key=lambda one: one.values.start) for name, parts in found.items()}
-
-
-def by_hand(facts: Mapping[str, Any]) -> set[str]:
-    """Names of the checkpoint's tables that were sharded by hand."""
-    return {table[0] for of_rank in facts["tables"] for table in of_rank if table[1] is None}
-
-
 @dataclasses.dataclass(frozen=True)
 class Match:
     """The tables of a rank against those of a checkpoint.
@@ -128,13 +111,22 @@ class Match:
 
     @functools.cached_property
     def stored(self) -> dict[str, list[StoredRange]]:
-        """See `stored_tables`."""
-        return stored_tables(self.facts)
+        """The checkpoint's tables whose order over ranks is known, by base name, in the order of columns."""
+        found: dict[str, dict[str, StoredRange]] = {}
+        for of_rank in self.facts["tables"]:
+            for name, rows, _, columns in of_rank:
+                if rows is not None:
+                    held = {column: (dtype, width) for column, dtype, width in columns}
+                    one = StoredRange(name, _range(name, held[WEIGHT][1]), rows, held)
+                    found.setdefault(base(name), {})[name] = one
+        return {
+            name: sorted(parts.values(), key=lambda one: one.values.start) for name, parts in found.items()
+        }
 
     @functools.cached_property
     def by_hand(self) -> set[str]:
-        """See `by_hand`."""
-        return by_hand(self.facts)
+        """Names of the checkpoint's tables that were sharded by hand."""
+        return {table[0] for of_rank in self.facts["tables"] for table in of_rank if table[1] is None}
 
     @functools.cached_property
     def widths(self) -> dict[str, int]:

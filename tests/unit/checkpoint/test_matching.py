@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ecemb.checkpoint.transfer import Match, Source, stored_tables
+from ecemb.checkpoint.transfer import Match, Source
 from ecemb.coding.rows import base
 
 F32 = "float32"
@@ -38,7 +38,7 @@ def problems(match: Match, mine: list[Any]) -> list[str]:
 
 def test_a_base_name_has_no_columns() -> None:
     assert base("b.user[:, 0:2]") == "b.user" and base("user") == "user"
-    (parts,) = stored_tables(PARTS).values()
+    (parts,) = Match(PARTS, [], {}).stored.values()
     assert [part.values for part in parts] == [range(2), range(2, 8)]
 
 
