@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -646,6 +647,7 @@ class Remaining:
         self._arena, self._pid = arena, os.getpid()
         self._activity = session.activity
         self._unsaid = threading.Lock()  # taken by the thread that says it
+        self._say_of_a_failed_process = partial(self._say, is_failed=True)
         if session.rank == 0:
             atexit.register(self._say)
             before_hard_exit(self._say_of_a_failed_process)
@@ -655,16 +657,9 @@ class Remaining:
         atexit.unregister(self._say)
         forget(self._say_of_a_failed_process)
 
-    def _say(self) -> None:
-        self._say_once(
-            is_failed=isinstance(last_exception(), Exception) or self._activity.failure is not None
-        )
-
-    def _say_of_a_failed_process(self) -> None:
-        self._say_once(is_failed=True)
-
-    def _say_once(self, *, is_failed: bool) -> None:
-        is_restarted = is_failed and not is_last_attempt()
+    def _say(self, *, is_failed: bool = False) -> None:
+        failed = is_failed or isinstance(last_exception(), Exception) or self._activity.failure is not None
+        is_restarted = failed and not is_last_attempt()
         if os.getpid() != self._pid or is_restarted or not _is_kept(self._arena):
             return
         if not self._unsaid.acquire(blocking=False):
