@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
@@ -44,12 +44,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .index import Chunk, Index, StoredTensor
+from .index import Chunk, Index, StoredTensor, new_file
 from .interface import Piece, row_major
-
-INDEX = ".metadata"
-FILE_MODE: Final = 0o644
-"""Of new files, less the umask: no other user may write."""
 
 Sums = dict[str, tuple[int, int]]
 """Number of bytes and checksum (crc32) of files, by name."""
@@ -89,13 +85,11 @@ def sums_of(receipts: Sequence[str]) -> Sums:
 def index_of(receipts: Sequence[str]) -> Index:
     """ecemb's index of all ranks' files."""
     found: dict[str, StoredTensor] = {}
-    chunks: dict[str, list[Chunk]] = {}
     for receipt in receipts:
         for key, shape, dtype, offsets, sizes, file, at, length, *sums in json.loads(receipt)["chunks"]:
-            found[key] = StoredTensor(dtype, tuple(shape), ())
-            chunk = Chunk(file, at, length, *_rows(offsets, sizes), (sums[0], sums[1]))
-            chunks.setdefault(key, []).append(chunk)
-    return {key: StoredTensor(one.dtype, one.shape, tuple(chunks[key])) for key, one in found.items()}
+            tensor = found.setdefault(key, StoredTensor(dtype, tuple(shape), []))
+            tensor.chunks.append(Chunk(file, at, length, *_rows(offsets, sizes), (sums[0], sums[1])))
+    return found
 
 
 def write_index(fd: int, folder: Path, receipts: Sequence[str]) -> Sums:
@@ -135,14 +129,13 @@ def older_index(content: bytes) -> Index:
     }
     found: dict[str, StoredTensor] = {}
     for name, whole in index.state["state_dict_metadata"].items():
-        chunks: list[Chunk] = []
+        dtype = whole.state["properties"].state[0].name.removeprefix("torch.")
+        found[name] = StoredTensor(dtype, _size(whole.state["size"]), [])
         for chunk in whole.state["chunks"]:
             offsets, sizes = _size(chunk.state["offsets"]), _size(chunk.state["sizes"])
             place = places[name, offsets]
             at = (place["relative_path"], place["offset"], place["length"])
-            chunks.append(Chunk(*at, *_rows(offsets, sizes), None))
-        dtype = whole.state["properties"].state[0].name.removeprefix("torch.")
-        found[name] = StoredTensor(dtype, _size(whole.state["size"]), tuple(chunks))
+            found[name].chunks.append(Chunk(*at, *_rows(offsets, sizes), None))
     return found
 
 
@@ -288,8 +281,7 @@ class _Files(FileSystemBase):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        stream = _SummedFile(os.open(path, flags, FILE_MODE, dir_fd=self._folder))
+        stream = _SummedFile(new_file(self._folder, path))
         self.written[os.fspath(path)] = stream
         with contextlib.closing(stream):
             yield stream

@@ -56,14 +56,13 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 FACTS = "ecemb.json"
 INDEX = "ecemb-index.json"
-_INDEX_OF_DCP = ".metadata"  # dcp.INDEX, without importing it
+_INDEX_OF_DCP = ".metadata"
 _MANIFEST = re.compile(r"\d{12}-.+\.manifest")  # of Check-N-Run
 _NAME = re.compile(r"step-(\d{12,})")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _HIDDEN = re.compile(r"\.step-\d{12,}\.[0-9a-f]{16}")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _FOLDER_MODE = 0o777 & ~_OTHERS_WRITE  # whatever the umask is
-_FILE_MODE = 0o666 & ~_OTHERS_WRITE
 SIGHT_S = 5.0  # time until other hosts see a new folder on a network file system
 _POLL_S = 0.1
 
@@ -249,7 +248,7 @@ class CheckpointFolder:
             "can't be verified; what guard.save() writes from now on has checksums",
             folder,
         )
-        return dcp.older_index(_content(fd, folder / dcp.INDEX))
+        return dcp.older_index(_content(fd, folder / _INDEX_OF_DCP))
 
     def _check_no_others(self, top: int) -> None:
         """Raises CheckpointMismatch for checkpoints of another kind: training would begin at step 0."""
@@ -493,8 +492,7 @@ def _check_ours(status: os.stat_result, path: Path, *, folder: bool) -> None:
 def _write_text(fd: int, name: str, text: str) -> tuple[int, int]:
     """Writes and syncs a new file; returns the number of its bytes and their checksum."""
     content = text.encode()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with open(os.open(name, flags, _FILE_MODE, dir_fd=fd), "wb") as file:
+    with open(index.new_file(fd, name), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -72,7 +72,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: list[Chunk]
 
 
 Index = Mapping[str, StoredTensor]
@@ -95,7 +95,7 @@ def index_of(text: str | bytes) -> Index:
         ValueError, KeyError, TypeError: the text is no index.
     """
     return {
-        key: StoredTensor(dtype, tuple(shape), tuple(_chunk(*one) for one in chunks))
+        key: StoredTensor(dtype, tuple(shape), [_chunk(*one) for one in chunks])
         for key, (dtype, shape, chunks) in json.loads(text)["tensors"].items()
     }
 
@@ -137,6 +137,12 @@ def damaged(place: object, what: str) -> CheckpointFailed:
     return CheckpointFailed(
         f"{place} is damaged ({what}): to use the checkpoint before it, move this folder away"
     )
+
+
+def new_file(folder: int, name: str | os.PathLike[str]) -> int:
+    """The descriptor of a new file of a checkpoint, which no other user may write."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return os.open(name, flags, 0o644, dir_fd=folder)
 
 
 def read(place: object, index: Index, pieces: Sequence[Piece], opened: Callable[[str], int]) -> None:
