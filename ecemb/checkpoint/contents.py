@@ -94,11 +94,11 @@ def values_of(column: Column, rows: NDArray[np.uint8]) -> torch.Tensor:
     return values.reshape(len(rows), _width(column.dtype, column.row_bytes))
 
 
-def _rows(memory: RankMemory, shards: Sequence[Shard], rank: int) -> list[Piece]:
+def _rows(memory: RankMemory, shards: Sequence[Shard]) -> list[Piece]:
     """This rank's rows: views of the arena, cut into runs of at most CHUNK_BYTES."""
     pieces: list[Piece] = []
     for shard, table in zip(shards, memory.space.tables, strict=False):
-        key = shard.key(rank)
+        key = shard.key(memory.rank)
         for column, values in zip(shard.layout.columns, table.columns, strict=True):
             rows, width = values_of(column, values), _width(column.dtype, column.row_bytes)
             shape = (shard.layout.rows if shard.rows is None else shard.rows, width)
@@ -168,22 +168,19 @@ def facts_of(job: JobIdentity, answers: Sequence[Mapping[str, Any]]) -> dict[str
     }
 
 
-def pieces_of(
-    memory: RankMemory, slots: StateStore, shards: Sequence[Shard], rank: int, world_size: int
-) -> list[Piece]:
+def pieces_of(memory: RankMemory, slots: StateStore, shards: Sequence[Shard], world_size: int) -> list[Piece]:
     """The pieces that one rank writes: views of the arena, which the next step overwrites.
 
     Args:
         memory: the rank's.
         slots: hold all of the replicated state of the last committed transaction.
         shards: the rank's tables.
-        rank: the rank.
         world_size: number of ranks.
     """
     state = np.frombuffer(bytearray(rank_states.read(memory.rank_state)), np.uint8)
-    pieces = _rows(memory, shards, rank)
-    pieces += _dense(slots.read(memory.committed), rank, world_size)
-    return [*pieces, _bytes(f"rank_state/{rank}", state)]
+    pieces = _rows(memory, shards)
+    pieces += _dense(slots.read(memory.committed), memory.rank, world_size)
+    return [*pieces, _bytes(f"rank_state/{memory.rank}", state)]
 
 
 def _whole_tables(tables: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[list[Any]]]:
@@ -285,9 +282,7 @@ def _shown(table: Sequence[Any]) -> str:
     return f"table {name!r} of {rows} with {held}"
 
 
-def take(
-    reader: CheckpointReader, taking: Taking, memory: RankMemory, shards: Sequence[Shard], rank: int
-) -> None:
+def take(reader: CheckpointReader, taking: Taking, memory: RankMemory, shards: Sequence[Shard]) -> None:
     """Overwrites rows of this rank's tables with those of another training. One rank, by itself.
 
     Args:
@@ -295,14 +290,13 @@ def take(
         taking: what is read.
         memory: a new arena's, whose tables hold their initial values.
         shards: this rank's tables.
-        rank: this rank.
 
     Raises:
         CheckpointError: the checkpoint can't be read.
     """
-    one_tells(reader, rank)
+    one_tells(reader, memory.rank)
     same: list[Piece] = []
-    for piece in _rows(memory, shards, rank):
+    for piece in _rows(memory, shards):
         if piece.key in taking.sources:
             if (ids := taking.rows.get(base(piece.table or ""))) is None:
                 same.append(piece)
@@ -326,7 +320,7 @@ def restore_rows(
     Raises:
         CheckpointError: the checkpoint can't be read, or doesn't fit.
     """
-    pieces = _rows(memory, shards, memory.rank)
+    pieces = _rows(memory, shards)
     read_pieces(reader, stored, [piece for piece in pieces if piece.key in sources], sources)
     if by_hand_too := [piece for piece in pieces if piece.key not in sources]:
         reader.read(stored, by_hand_too)

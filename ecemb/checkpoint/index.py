@@ -180,10 +180,6 @@ def _rows(piece: Piece) -> int:
     return len(piece.tensor) if piece.shape else 1
 
 
-def _row_bytes(piece: Piece) -> int:
-    return math.prod(piece.shape[1:]) * piece.tensor.element_size()
-
-
 def _parts(place: object, index: Index, piece: Piece) -> Iterable[Chunk]:
     """The chunks with rows of a piece."""
     stored = index.get(piece.key)
@@ -257,7 +253,7 @@ def _values(content: io.BytesIO) -> NDArray[np.uint8]:
 
 def _fill_(piece: Piece, chunk: Chunk, values: NDArray[np.uint8]) -> None:
     """Overwrites the rows of a piece that are in a chunk."""
-    row_bytes = _row_bytes(piece)
+    row_bytes = math.prod(piece.shape[1:]) * piece.tensor.element_size()
     if len(values) != chunk.rows * row_bytes:
         raise ValueError(
             f"{len(values)} bytes of values stand for {chunk.rows} rows of {row_bytes} bytes of {piece.key!r}"

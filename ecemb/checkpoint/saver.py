@@ -115,7 +115,7 @@ class Saver:
         rank, size = self._transport.rank, self._transport.world_size
         with self._discarding(writer, token):
             slots = gathered(self._memory, self._transport)
-            pieces = pieces_of(self._memory, slots, self._shards, rank, size)
+            pieces = pieces_of(self._memory, slots, self._shards, size)
             if isinstance(writer, DifferentialWriter):
                 given, pieces = pieces, []
                 shared(self._transport, "copying what has changed", lambda: writer.take(token, rank, given))

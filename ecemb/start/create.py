@@ -269,7 +269,7 @@ class InitialContent:
 
         def act() -> str:
             reader, shards = start.request.source(), start.world.shards
-            contents.take(reader, taking, self.memory, shards, start.session.rank)
+            contents.take(reader, taking, self.memory, shards)
             start.training.tables.put()
             return ""
 

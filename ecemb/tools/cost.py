@@ -280,9 +280,8 @@ def losses_per_month(job: Job, odds: Odds, recovery_h: float) -> tuple[float, fl
     faults = job.host_faults_per_h * MONTH_H
     again = -math.expm1(-job.host_faults_per_h * recovery_h)
     alone = faults * (1 - job.burst_share) * odds.episode(1, again)
-    by_rack = job.rack_hosts > 0
     bursts = sum(
-        faults * job.burst_share * share * odds.episode(size, again, by_rack=by_rack)
+        faults * job.burst_share * share * odds.episode(size, again, by_rack=True)
         for size, share in BURST_SIZES.items()
     )
     return alone, bursts
