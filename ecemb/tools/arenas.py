@@ -57,7 +57,7 @@ def rank_of(found: Found) -> int | None:
     return found.header.constants.rank if found.header else None
 
 
-def told(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], table: str) -> str:
+def printed(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], table: str) -> str:
     """What a look at arenas prints: JSON, their table, or the line that stands for an empty one."""
     if options.json:
         return json.dumps(rows, indent=2)
@@ -72,7 +72,7 @@ def run_ls(options: argparse.Namespace) -> int:
         The exit code: 0.
     """
     rows = [_row(found) for found in arenas_of(options)]
-    print(told(options, rows, _text(rows)))
+    print(printed(options, rows, _text(rows)))
     return 0
 
 

@@ -16,7 +16,7 @@ from ..errors import ConfigurationError
 from ..memory.header import Found, Header, State, Word
 from ..net.wording import aligned
 from ..recovery.plan import Kind
-from .arenas import add_arena_dir, arenas_of, rank_of, told
+from .arenas import add_arena_dir, arenas_of, printed, rank_of
 
 HELP = "watch running jobs: a live view of their arenas on this machine"
 SHOWS = """
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         watch(look, f"ecemb top: {options.arena_dir}", max(0.1, options.interval))
         return 0
     shown = look()
-    said = told(options, [dataclasses.asdict(line) for line in shown], text(shown))
+    said = printed(options, [dataclasses.asdict(line) for line in shown], text(shown))
     print(said, file=None if shown or options.json else sys.stderr)
     return 0 if shown else 1
 
