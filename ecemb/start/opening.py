@@ -486,10 +486,7 @@ def streams(session: Session, transport: Transport, placement: Placement) -> Mes
 
 
 def _mesh(session: Session, transport: Transport, near: Sequence[int], purpose: bytes) -> Mesh:
-    """Connects this rank with some others, each of which names this rank as well.
-
-    All ranks; none sends before all have called another collective.
-    """
+    """Connects this rank with some others, each of which names this rank as well. All ranks."""
     with Listener() as listener:
         own = np.array([listener.port], np.uint64)
         ports = {peer: np.zeros(1, np.uint64) for peer in near}
@@ -500,7 +497,11 @@ def _mesh(session: Session, transport: Transport, near: Sequence[int], purpose: 
         }
         secret = bytes.fromhex(session.roster.secret) + purpose
         deadline = time.monotonic() + session.patience_s  # a busy rank is waited for
-        links = connect(listener, session.rank, session.world_size, peers, secret, deadline)
+        # None sends before all have connected: what it sends could be taken for a part of a handshake.
+        links = transport.together(
+            "connecting",
+            lambda: connect(listener, session.rank, session.world_size, peers, secret, deadline),
+        )
     return Mesh(links, session.rank, session.world_size, session.patience_s, session.activity)
 
 
@@ -532,7 +533,6 @@ def requests(session: Session, transport: Transport, plan: RecoveryPlan) -> Mesh
     # A holder may get no request while other blocks are rebuilt; the failure detector knows which rank died.
     if session.rank not in plan.lost:
         made.timeout_s = _WHOLE_REBUILD_S
-    transport.barrier("connecting for a rebuild")  # a request could be taken for a part of a handshake
     return made
 
 

@@ -63,7 +63,6 @@ class Worker:
         self.number, self.job, self.lost = dist.get_rank(), job, lost
         self.control = opening.control_group(session_of(), notes=True)
         self.control.streams = opening.streams(session_of(), self.control, job.placement)
-        self.control.gather(b"", "connecting")  # no rank sends notes before
         layouts, kernels = job.layouts(self.number), get_kernels("reference")
         arena = create(
             Directory(folder, "job", f"host{self.number}"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -61,14 +63,37 @@ def test_a_device_of_its_own_where_the_training_has_none() -> None:
     assert run_ranks(2, has_its_own) == [(1, said)] * 2
 
 
+def connected(folder: Path) -> list[bool]:
+    """Whether all ranks had connected when this one could send notes, and when it could send deltas."""
+    session, connect = session_of(), opening.connect
+
+    def late(*args: Any) -> Any:
+        made = connect(*args)
+        time.sleep(0.1 * session.rank)
+        (folder / f"{session.rank} {args[-2].hex()}").touch()
+        return made
+
+    with mock.patch.object(opening, "connect", late):
+        transport = opening.control_group(session, notes=True)
+        seen = [len(list(folder.iterdir())) >= session.world_size]
+        made = opening.streams(session, transport, Placement.ranks(3, 2, 3))
+        seen.append(len(list(folder.iterdir())) == 2 * session.world_size)
+    made.close()
+    transport.close()
+    return seen
+
+
+def test_no_rank_sends_before_all_have_connected(tmp_path: Path) -> None:
+    """What comes earlier could be taken for a part of a handshake."""
+    assert run_ranks(3, connected, tmp_path) == [[True, True]] * 3
+
+
 def deadlines() -> float:
     """Of this rank's waits in a rebuild."""
     session = session_of()
     task = Rebuild(0, 0, 1, ((1, 0),))
     plan = RecoveryPlan("memory", 3, (0, 2), (1,), rebuild=(task,))
-    transport = opening.control_group(session, notes=True)
-    transport.gather(b"", "the start")  # no rank sends notes before
-    made = opening.requests(session, transport, plan)
+    made = opening.requests(session, opening.control_group(session, notes=True), plan)
     if session.rank < 2:
         channels, words = made.channels([1 - session.rank]), np.zeros(1, np.uint64)
         channels.send(1 - session.rank, np.ones(1, np.uint64))
@@ -89,7 +114,6 @@ def hung_up() -> list[str]:
     session = session_of()
     transport = opening.control_group(session, notes=True)
     transport.streams = opening.streams(session, transport, Placement.ranks(2, 1, 2))
-    transport.gather(b"", "the start")
     peer, told = 1 - transport.rank, list[str]()
     other = threading.Thread(target=transport.hang_up if transport.rank == 0 else str)
     other.start()
