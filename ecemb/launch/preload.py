@@ -97,6 +97,7 @@ def load(name: str) -> None:
             getattr(module, public)
         importlib.import_module("ecemb.kernels.contract").get_kernels("cpu")
         importlib.import_module("ecemb.net.mesh").loop()
+        importlib.import_module("ecemb.net.watch").beat_loop()
 
 
 def residue(children: int) -> str | None:

@@ -494,7 +494,7 @@ def _library() -> ctypes.CDLL:
 
 
 @functools.cache
-def _code() -> int:
+def beat_loop() -> int:
     """The address of the thread's code."""
     flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
     return assembled(_CODE, "beats", ("send", "poll"), flags=flags)
@@ -522,7 +522,7 @@ class Beats:
         ctypes.memmove(ctypes.addressof(self._plan) + 4 * 4, beat, 1)
         self._thread = ctypes.c_ulong()
         with without_signals():  # the thread inherits this: they are for Python's threads alone
-            error = _library().pthread_create(ctypes.byref(self._thread), None, _code(), self._plan)
+            error = _library().pthread_create(ctypes.byref(self._thread), None, beat_loop(), self._plan)
         if error:
             os.close(self._end)
             self._end = -1

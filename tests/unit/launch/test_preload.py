@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from ecemb.launch import preload
 from support.warm_starts import LIGHT, Home, home
 
+NOTHING = compile("", "", "exec")
 SHOWS = "import os, sys; print(sorted(n for n in sys.modules if n.startswith('lib_')), len(os.listdir('/proc/self/task')))"
 
 LIBRARIES = {
@@ -100,6 +102,22 @@ def test_what_cant_be_imported_is_named(here: Home, name: str, reason: str) -> N
     script = here.write("shows.py", SHOWS)
     line = f"ecemb-run: {name} can't be imported ahead: {reason}\n"
     assert here.warm(script, options=(*LIGHT, "--preload", name)) == (0, "[] 1\n", line)
+
+
+def test_all_machine_code_is_compiled_ahead() -> None:
+    preload.load("ecemb")
+    loops = [
+        value
+        for name, module in list(sys.modules.items())
+        if name.startswith("ecemb.")
+        for value in vars(module).values()
+        if "assembled" in getattr(getattr(value, "__wrapped__", None), "__code__", NOTHING).co_names
+    ]
+    assert len(loops) > 1
+    for loop in loops:
+        loop.cache_clear()
+    preload.load("ecemb")
+    assert [loop.cache_info().currsize for loop in loops] == [1] * len(loops)
 
 
 def test_a_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,6 @@ def fail_over_streams(stage: str) -> str:
     transport = opening.control_group(session_of(), notes=True)
     rank, placement = transport.rank, Placement.ranks(4, 2, 4)
     transport.streams = opening.streams(session_of(), transport, placement)
-    transport.gather(b"", "the start")
     fails = rank == 1
     agreement = Agreement(transport, placement, Full() if fails and stage == "without room" else Heap())
     edges, words = [0, LARGE, 2 * LARGE], np.zeros(2 * LARGE, np.uint64)
