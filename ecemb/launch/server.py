@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import gc
 import io
 import json
@@ -35,14 +34,15 @@ from typing import Any
 
 from ..net import processes
 from . import preload, wire
+from .servers import FOLDER, LISTENER, Cold, locked
 from .worker import Request, Work, become
 
-LISTENER, FOLDER = 3, 4
-LOCK = "lock"
 _GRACE_S = 3.0
 """From the good end of a job's last worker to the server's end: another worker may start late."""
 _RELAUNCH = 1 / 15
 """Part of the idle time that a server waits for another launch of its job."""
+_LEAVE_S = 1.0
+"""Wait for the lock before the socket's name is left behind."""
 _REST_S = 1.0
 """From an error of the kernel at a descriptor to the next call."""
 _MOST_POLL_S = 3600.0
@@ -122,7 +122,6 @@ class Server:
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
         self._name: str = config["name"]
-        self._inode: int = config["inode"]
         self._idle_s: float | None = config["idle_s"]
         self._said: list[str] = config["said"]
         self._changed: dict[str, str | None] = {}
@@ -305,24 +304,6 @@ class Server:
         self._retire()
         self._accept()
         return not self._clients
-
-    def _leave_name(self) -> None:
-        """Removes the socket's name, if it is still this server's."""
-        lock = os.open(LOCK, os.O_RDWR | os.O_CLOEXEC, dir_fd=FOLDER)
-        try:
-            for _ in range(100):
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                time.sleep(0.01)
-            else:
-                return
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(f"{self._name}.sock", dir_fd=FOLDER, follow_symlinks=False).st_ino == self._inode:
-                    os.unlink(f"{self._name}.sock", dir_fd=FOLDER)
-                    os.unlink(f"{self._name}.log", dir_fd=FOLDER)
-        finally:
-            os.close(lock)
 
     def _accept(self) -> None:
         """Takes one connection; without a descriptor for it, that of the oldest idle one."""
@@ -507,10 +488,15 @@ class Server:
 
     def _retire(self) -> None:
         """From here on no stub finds this server; it ends when its last worker has ended."""
-        if not self._retired:
-            self._retired = True
-            with contextlib.suppress(OSError, ValueError), self._without_spare():
-                self._leave_name()  # else it stays: a name without a server does no harm
+        if self._retired:
+            return
+        self._retired = True
+        with contextlib.suppress(Cold, OSError, ValueError):  # a name without a server does no harm
+            with self._without_spare(), locked(FOLDER, _LEAVE_S):
+                name, inode = f"{self._name}.sock", self._config["inode"]
+                if os.stat(name, dir_fd=FOLDER, follow_symlinks=False).st_ino == inode:  # it is still its name
+                    os.unlink(name, dir_fd=FOLDER)
+                    os.unlink(f"{self._name}.log", dir_fd=FOLDER)
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -99,18 +99,22 @@ def is_there(place: int, name: str) -> bool:
 
 
 @contextmanager
-def locked(place: int) -> Generator[None, None, None]:
-    """Holds the lock during the block."""
+def locked(place: int, patience_s: float = _LOCK_S) -> Generator[None, None, None]:
+    """Holds the lock during the block.
+
+    Raises:
+        Cold: another process has held it for as long as this one waits.
+    """
     lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=place)
     try:
-        deadline = time.monotonic() + _LOCK_S
+        deadline = time.monotonic() + patience_s
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise Cold(f"another process has been starting a server for {_LOCK_S:.0f} s") from None
+                    raise Cold(f"another process has been starting a server for {patience_s:.0f} s") from None
                 time.sleep(0.005)
         yield
     finally:
