@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.machinery
 import os
 import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 
 from .wire import is_of_a_worker
 
@@ -67,21 +67,14 @@ def imported_by(script: str) -> list[str]:
     folder = os.path.dirname(os.path.realpath(script))
     top_names = {name.partition(".")[0] for name in found}
     installed = {name for name in top_names if _is_installed(name, folder)}
-    return [name for name in found if name.partition(".")[0] in installed and _is_module(name)]
+    return [name for name in found if name.partition(".")[0] in installed and _found(name)]
 
 
 def script_of(module: str, folder: str) -> str | None:
     """The file that `python -m module` would run in a folder; None if finding it takes an import."""
-    path: list[str] | None = [folder, *sys.path]
-    found = None
-    for part in [*module.split("."), "__main__"]:
-        found, before = importlib.machinery.PathFinder.find_spec(part, path), found
-        if found is None:
-            return before.origin if before is not None and part == "__main__" else None
-        if found.submodule_search_locations is None:
-            return found.origin
-        path = list(found.submodule_search_locations)
-    return None
+    path = [folder, *sys.path]
+    found = _found(f"{module}.__main__", path) or _found(module, path)
+    return None if found is None else found.origin
 
 
 def load(name: str) -> None:
@@ -114,7 +107,7 @@ def residue(children: int) -> str | None:
     os.waitpid(fork, 0)
     if (threads := len(os.listdir("/proc/self/task")) - 1) > 0:
         return f"starts {threads} {'thread' if threads == 1 else 'threads'} when it is imported"
-    if started := _children() - children:
+    if started := child_count() - children:
         return f"starts {started} {'process' if started == 1 else 'processes'} when it is imported"
     if device := next(filter(_DEVICE.match, _open_files()), None):
         return f"opens {device} when it is imported, and forked processes could not use it"
@@ -126,7 +119,11 @@ def residue(children: int) -> str | None:
 
 def child_count() -> int:
     """Processes that this process has started and not waited for."""
-    return _children()
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return len(file.read().split())
+    except OSError:
+        return 0
 
 
 class Watched(type(os.environ)):
@@ -176,30 +173,22 @@ def shadowed(folder: str | None, before: frozenset[str]) -> str | None:
 
 
 def _is_installed(name: str, folder: str) -> bool:
-    if importlib.machinery.PathFinder.find_spec(name, [folder]) is not None:
+    if _found(name, [folder]) is not None:
         return False  # a file of the script's own goes first
-    found = importlib.machinery.PathFinder.find_spec(name)
+    found = _found(name)
     places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
     return any(_INSTALLED & set(place.split(os.sep)) for place in places if place)
 
 
-def _is_module(name: str) -> bool:
-    """Whether a dotted name is a module, not an object in one; imports nothing."""
-    path: list[str] | None = None
+def _found(name: str, path: list[str] | None = None) -> ModuleSpec | None:
+    """Where a dotted name's module is; None if it names no module, but an object in one. Imports nothing."""
+    found = None
     for part in name.split("."):
-        found = importlib.machinery.PathFinder.find_spec(part, path)
+        found = PathFinder.find_spec(part, path)
         if found is None:
-            return False
+            break
         path = list(found.submodule_search_locations or ())
-    return True
-
-
-def _children() -> int:
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return len(file.read().split())
-    except OSError:
-        return 0
+    return found
 
 
 def _open_files() -> Iterator[str]:

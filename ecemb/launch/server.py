@@ -491,12 +491,12 @@ class Server:
         if self._retired:
             return
         self._retired = True
-        with contextlib.suppress(Cold, OSError, ValueError):  # a name without a server does no harm
-            with self._without_spare(), locked(FOLDER, _LEAVE_S):
-                name, inode = f"{self._name}.sock", self._config["inode"]
-                if os.stat(name, dir_fd=FOLDER, follow_symlinks=False).st_ino == inode:  # it is still its name
-                    os.unlink(name, dir_fd=FOLDER)
-                    os.unlink(f"{self._name}.log", dir_fd=FOLDER)
+        # If it fails, a name without a server does no harm.
+        with contextlib.suppress(Cold, OSError, ValueError), self._without_spare(), locked(FOLDER, _LEAVE_S):
+            inode = os.stat(f"{self._name}.sock", dir_fd=FOLDER, follow_symlinks=False).st_ino
+            if inode == self._config["inode"]:  # else the name is another server's by now
+                os.unlink(f"{self._name}.sock", dir_fd=FOLDER)
+                os.unlink(f"{self._name}.log", dir_fd=FOLDER)
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
