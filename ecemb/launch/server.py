@@ -164,7 +164,7 @@ class Server:
             try:
                 preload.load(name)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - an import may raise any error
-                self._say(f"{name} can't be imported ahead: {type(error).__name__}: {_line(error)}")
+                self._say(f"{name} can't be imported ahead: {type(error).__name__}: {wire.line(error)}")
             if self._torch_seed is None and "torch" in sys.modules:
                 self._torch_seed = sys.modules["torch"].initial_seed()
             reason = preload.residue(children)
@@ -401,7 +401,7 @@ class Server:
             if reason is None:
                 return self._fork(client, message)
         except Exception as error:  # noqa: BLE001 - the script can start plainly
-            reason = f"the fork server can't fork it: {_line(error) or type(error).__name__}"
+            reason = f"the fork server can't fork it: {wire.line(error) or type(error).__name__}"
             print(f"a request failed: {error!r}", flush=True)
         with contextlib.suppress(OSError):
             wire.send(client.connection, {"what": "refused", "reason": reason})
@@ -612,10 +612,6 @@ def _kill(worker: int, number: int, *, group: bool) -> bool:
     except PermissionError:
         return False
     return True
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def _changed(path: str | None) -> int | None:

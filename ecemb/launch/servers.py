@@ -146,17 +146,11 @@ def start(place: int, name: str, command: Command, numbers: list[int], blocked: 
 
 
 def _config(name: str, inode: int, command: Command) -> dict[str, Any]:
-    script = command.target
-    if script is not None:
-        script = None if command.is_module else os.path.realpath(script)
     return {
+        **preloads(command),
         "name": name,
         "inode": inode,
         "folder": os.getcwd(),
-        "script": script,
-        "module": command.target if command.is_module else None,
-        "preload": command.preload,
-        "without": command.without,
         "idle_s": command.idle_s,
         "said": [],
         "shown": f"{'-m ' if command.is_module else ''}{command.target or ''}",
@@ -216,14 +210,12 @@ def interpreter_options() -> list[str]:
     return flags[:-1] if flags[-1:] == ["-m"] else flags
 
 
-def is_unbuffered() -> bool:
-    """Whether the interpreter was started with -u."""
-    return bool(getattr(sys.stdout, "write_through", False))
-
-
-def preloads(command: Command) -> object:
-    """The properties that distinguish servers beyond those of the process that they replace."""
+def preloads(command: Command) -> dict[str, Any]:
+    """What a server imports: it distinguishes servers beyond the process that they replace."""
     target = command.target
-    if target is not None and not command.is_module:
-        target = os.path.realpath(target)
-    return [command.is_module, target, command.preload, command.without]
+    return {
+        "script": os.path.realpath(target) if target is not None and not command.is_module else None,
+        "module": target if command.is_module else None,
+        "preload": command.preload,
+        "without": command.without,
+    }

@@ -34,7 +34,6 @@ from .servers import (
     connected,
     interpreter_options,
     is_there,
-    is_unbuffered,
     locked,
     place_of,
     preloads,
@@ -42,7 +41,7 @@ from .servers import (
     started,
 )
 
-_FORWARDED = frozenset(
+_HEARD = frozenset(
     {
         signal.SIGTERM,
         signal.SIGINT,
@@ -51,9 +50,9 @@ _FORWARDED = frozenset(
         signal.SIGUSR2,
         signal.SIGQUIT,
         signal.SIGCONT,
+        signal.SIGIO,
     }
 )
-_HEARD = _FORWARDED | {signal.SIGIO}
 """Blocked while a server is asked and a worker runs; also those ignored here: the script may handle them."""
 _PLAIN = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that Python ignores, and that a started program must have at their default."""
@@ -87,12 +86,12 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
         try:
             sys.exit(_stop(command) if command.action == "stop" else _stand_by(command))
         except (Cold, EcembError, OSError) as error:
-            _fail(_line(error))
+            _fail(wire.line(error))
     _advise()
     try:
         worker = _accepted(command)
     except (Cold, EcembError, OSError) as error:
-        reason = _line(error)
+        reason = wire.line(error)
         if isinstance(error, OSError):
             reason = f"no fork server can be found or started below {command.arena_dir}: {reason}"
     else:
@@ -100,10 +99,6 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     if not command.cold:
         _say(f"{command.target} starts cold: {reason}")
     _become_plain(command)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _fail(line: str) -> NoReturn:
@@ -238,7 +233,7 @@ def _accepted(command: Command) -> _Worker:
 
 def _ask(command: Command, numbers: list[int], parent: int, ignored: list[int], blocked: Set[int]) -> _Worker:
     with place_of(command.arena_dir) as place:
-        name = wire.server_name(preloads(command), _job())
+        name = wire.server_name(preloads(command), os.environ.get("TORCHELASTIC_RUN_ID", ""))
         log = os.path.join(os.readlink(f"/proc/self/fd/{place}"), f"{name}.log")
         connection = connected(place, name) or started(place, name, command, numbers, blocked)
     try:
@@ -258,10 +253,6 @@ def _ask(command: Command, numbers: list[int], parent: int, ignored: list[int], 
     except BaseException:
         connection.close()
         raise
-
-
-def _job() -> str:
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _send_request(
@@ -288,7 +279,7 @@ def _send_request(
             "script_folder": _script_folder(command),
             "command_line": _plain(command),
             "environment": dict(os.environ),
-            "unbuffered": is_unbuffered(),
+            "unbuffered": bool(getattr(sys.stdout, "write_through", False)),  # python -u
             "umask": umask,
             "processors": sorted(os.sched_getaffinity(0)),
             "ignored": ignored,
@@ -492,7 +483,7 @@ def advice_on_torchrun(environment: Mapping[str, str], command_line: Sequence[st
         nodes = _option(command_line, "nnodes", environment.get("PET_NNODES")) or "1"
         if nodes not in ("1", "1:1"):
             given = _option(command_line, "rdzv-conf", environment.get("PET_RDZV_CONF")) or ""
-            names = [*_KEEP_ALIVE, *(["last_call_timeout"] if _is_range(nodes) else [])]
+            names = [*_KEEP_ALIVE, *(["last_call_timeout"] if len({*nodes.split(":")}) > 1 else [])]
             values = {"keep_alive_max_attempt": 5}
             if missing := [f"{name}={values.get(name, 1)}" for name in names if f"{name}=" not in given]:
                 wanted.append(f"--rdzv-conf {','.join(missing)}")
@@ -515,8 +506,3 @@ def _number(text: str | None, otherwise: float) -> float:
         return otherwise if text is None else float(text)
     except ValueError:
         return otherwise
-
-
-def _is_range(nodes: str) -> bool:
-    least, colon, most = nodes.partition(":")
-    return bool(colon) and least != most

@@ -126,7 +126,7 @@ SSH_CLIENT SSH_CONNECTION SSH_TTY SSH_AUTH_SOCK XDG_SESSION_ID TMUX TMUX_PANE ST
 _OF_A_WORKER = frozenset(_WORKER.split())
 _OF_A_SHELL = frozenset(_SHELL.split())
 _LIMITS = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
-_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+_NAMESPACES = [f"/proc/self/ns/{name}" for name in ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")]
 _RIGHTS = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp")
 
 STANDBY = "standby"
@@ -173,14 +173,10 @@ def _process() -> list[object]:
         _read("/proc/self/oom_score_adj"),
         # Workers are charged to the server's control group, and killed with it: it has to be the same.
         _read("/proc/self/cgroup"),
-        [os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES if _is_there(name)],
+        [os.readlink(path) for path in _NAMESPACES if os.path.lexists(path)],
         # Libraries count processors when they are loaded, unless a variable sets their number of threads.
         None if "OMP_NUM_THREADS" in os.environ else sorted(os.sched_getaffinity(0)),
     ]
-
-
-def _is_there(namespace: str) -> bool:
-    return os.path.lexists(f"/proc/self/ns/{namespace}")
 
 
 def _folder() -> str | None:
@@ -188,6 +184,11 @@ def _folder() -> str | None:
         return os.getcwd()
     except OSError:
         return None
+
+
+def line(error: BaseException) -> str:
+    """An error's text as one line."""
+    return " ".join(str(error).split())
 
 
 def _read(path: str) -> str:
