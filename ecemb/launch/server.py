@@ -35,7 +35,7 @@ from typing import Any
 from ..net import processes
 from . import preload, wire
 from .servers import FOLDER, LISTENER, Cold, locked
-from .worker import Request, Work, become
+from .worker import Work, become
 
 _GRACE_S = 3.0
 """From the good end of a job's last worker to the server's end: another worker may start late."""
@@ -409,8 +409,11 @@ class Server:
         return None
 
     def _fork(self, client: _Client, message: Mapping[str, Any]) -> Work | None:
-        request = Request(message, client.inbox.descriptors)
-        name, idle_s, launcher = _terms(message)
+        # What the server keeps is checked here; a request that is strange otherwise harms its worker alone.
+        name, idle_s, launcher = str(message["name"]), message["idle_s"], message["launcher"]
+        idle_s = None if idle_s is None else float(idle_s)
+        launcher = None if launcher is None else int(launcher)
+        work = Work(message["target"], message["arguments"], message["is_module"])
         gate, opener = os.pipe2(os.O_CLOEXEC)
         sent, client.inbox.descriptors = client.inbox.descriptors, []
         server = os.getpid()
@@ -420,8 +423,8 @@ class Server:
             _close(gate, opener, *sent)
             raise
         if pid == 0:
-            self._become(request, server, gate, opener)
-            return Work(request.target, request.arguments, is_module=request.is_module)
+            self._become(message, sent, server, gate, opener)
+            return work
         self._round_is_fine = self._round_is_fine or not self._running()
         client.worker = pid
         _close(gate, *sent)
@@ -436,7 +439,9 @@ class Server:
         self._attend(launcher)
         return None
 
-    def _become(self, request: Request, server: int, gate: int, opener: int) -> None:
+    def _become(
+        self, message: Mapping[str, Any], sent: list[int], server: int, gate: int, opener: int
+    ) -> None:
         """In the new process: closes the server's descriptors, and sets the worker up once it may run."""
         try:
             for client in self._clients.values():
@@ -448,7 +453,7 @@ class Server:
             if not os.read(gate, 1):
                 os._exit(1)  # the stub doesn't know of this worker, or the server has ended
             _close(gate)
-            become(request, server, self._changed, self._torch_seed)
+            become(message, sent, server, self._changed, self._torch_seed)
         except BaseException as error:  # noqa: BLE001 - no code of the server may run in this process
             with contextlib.suppress(OSError):
                 os.write(2, f"ecemb-run: the worker could not be set up: {error!r}\n".encode())
@@ -571,16 +576,6 @@ def _forked() -> int:
     if pid != 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return pid
-
-
-def _terms(message: Mapping[str, Any]) -> tuple[str, float | None, int | None]:
-    """The parts of a request that the server keeps: its name from now on, its idle time, the launcher."""
-    idle_s, launcher = message["idle_s"], message["launcher"]
-    return (
-        str(message["name"]),
-        None if idle_s is None else float(idle_s),
-        None if launcher is None else int(launcher),
-    )
 
 
 def _most_idle() -> int:

@@ -171,7 +171,7 @@ def _run_here(command: Command) -> NoReturn:
     script_folder = _script_folder(command)
     if script_folder is not None:
         sys.path[0:1] = [script_folder]
-    Work(str(command.target), command.arguments, is_module=command.is_module)()
+    Work(str(command.target), command.arguments, command.is_module)()
     sys.exit(0)
 
 

@@ -23,42 +23,23 @@ import time
 import types
 from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..net import processes
 
 
-class Request:
-    """The description of a worker; mostly the stub's own properties.
-
-    Args:
-        message: as `stub` sends it.
-        descriptors: the message's descriptors, in its order.
-    """
-
-    def __init__(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        self.is_module: bool = message["is_module"]
-        self.target: str = message["target"]
-        self.arguments: list[str] = message["arguments"]
-        self.script_folder: str | None = message["script_folder"]
-        self.command_line: list[str] = message["command_line"]
-        self.environment: dict[str, str] = message["environment"]
-        self.unbuffered: bool = message["unbuffered"]
-        self.umask: int = message["umask"]
-        self.processors: list[int] = message["processors"]
-        self.ignored: list[int] = message["ignored"]
-        self.blocked: list[int] = message["blocked"]
-        self.numbers: list[int] = message["descriptors"]
-        if len(descriptors) != len(self.numbers) + 1:
-            raise ValueError(f"{len(self.numbers) + 1} descriptors were announced, {len(descriptors)} came")
-        self.folder, *self.descriptors = descriptors
-
-
-def become(request: Request, server: int, changed: Mapping[str, str | None], torch_seed: int | None) -> None:
+def become(
+    request: Mapping[str, Any],
+    sent: Sequence[int],
+    server: int,
+    changed: Mapping[str, str | None],
+    torch_seed: int | None,
+) -> None:
     """Turns a process that was just forked, with all signals blocked, into the requested worker.
 
     Args:
-        request: the description. Its descriptors are closed.
+        request: as `stub` sends it.
+        sent: the descriptors that came with it: the folder's, and those that it names. They are closed.
         server: process that this one was forked from; all that it alone had open is closed already.
         changed: variables that imports have set, or removed (None), as they would have done here.
         torch_seed: the random seed with which torch was imported; None if it was not.
@@ -66,26 +47,26 @@ def become(request: Request, server: int, changed: Mapping[str, str | None], tor
     os.setsid()
     if not processes.die_with_parent(server):
         os._exit(1)
-    _take_signals(request.ignored)
+    _take_signals(request["ignored"])
     os.environ.clear()
-    os.environ.update(request.environment)
+    os.environ.update(request["environment"])
     for name, value in changed.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    _take_descriptors(request)
-    os.umask(request.umask)
-    os.sched_setaffinity(0, request.processors)
-    _open_streams(unbuffered=request.unbuffered)
+    _take_descriptors(request["descriptors"], *sent)
+    os.umask(request["umask"])
+    os.sched_setaffinity(0, request["processors"])
+    _open_streams(unbuffered=request["unbuffered"])
     _seed_anew(torch_seed)
     _renew_library()
-    processes.show_command(request.command_line)
-    sys.orig_argv[:] = request.command_line
-    if request.script_folder is not None:
-        sys.path.insert(0, request.script_folder)
+    processes.show_command(request["command_line"])
+    sys.orig_argv[:] = request["command_line"]
+    if request["script_folder"] is not None:
+        sys.path.insert(0, request["script_folder"])
     importlib.invalidate_caches()
-    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
 
 
 def _take_signals(ignored: Sequence[int]) -> None:
@@ -101,17 +82,17 @@ def _take_signals(ignored: Sequence[int]) -> None:
             signal.signal(number, action)
 
 
-def _take_descriptors(request: Request) -> None:
+def _take_descriptors(numbers: Sequence[int], folder: int, *descriptors: int) -> None:
     try:
-        os.fchdir(request.folder)
+        os.fchdir(folder)
     finally:
-        os.close(request.folder)
+        os.close(folder)
     # First move descriptors away: a wanted number may still belong to another descriptor.
-    above = 1 + max([*request.numbers, *request.descriptors, 2])
-    moved = [_move(descriptor, above) for descriptor in request.descriptors]
-    for number in {0, 1, 2} - set(request.numbers):
+    above = 1 + max([*numbers, *descriptors, 2])
+    moved = [_move(descriptor, above) for descriptor in descriptors]
+    for number in {0, 1, 2} - set(numbers):
         os.close(number)
-    for descriptor, number in zip(moved, request.numbers, strict=True):
+    for descriptor, number in zip(moved, numbers, strict=True):
         os.dup2(descriptor, number, inheritable=True)
         os.close(descriptor)
 
@@ -188,19 +169,18 @@ def _renew_library() -> None:
     module._startTime = time.time_ns() if isinstance(module._startTime, int) else time.time()
 
 
-class Work:
+class Work(NamedTuple):
     """A script to run as `__main__`.
 
-    Args:
+    Attributes:
         target: its path, or a module's name.
         arguments: the words after its name.
         is_module: whether `target` is a module's name.
     """
 
-    def __init__(self, target: str, arguments: Sequence[str], *, is_module: bool) -> None:
-        self._target = target
-        self._arguments = arguments
-        self._is_module = is_module
+    target: str
+    arguments: Sequence[str]
+    is_module: bool
 
     def __call__(self) -> None:
         """Runs it; the interpreter ends as it would after a plain start once the caller returns or raises.
@@ -227,12 +207,12 @@ class Work:
         main = types.ModuleType("__main__")
         main.__dict__.update(__builtins__=builtins, __annotations__={})
         sys.modules["__main__"] = main
-        if self._is_module:
-            sys.argv[:] = ["-m", *self._arguments]
-            runpy._run_module_as_main(self._target)  # pyright: ignore[reportAttributeAccessIssue]
+        if self.is_module:
+            sys.argv[:] = ["-m", *self.arguments]
+            runpy._run_module_as_main(self.target)  # pyright: ignore[reportAttributeAccessIssue]
             return
-        sys.argv[:] = [self._target, *self._arguments]
-        path = os.path.abspath(self._target)
+        sys.argv[:] = [self.target, *self.arguments]
+        path = os.path.abspath(self.target)
         if is_importable(path):  # a folder or an archive, with __main__.py in it
             runpy._run_module_as_main("__main__", False)  # pyright: ignore[reportAttributeAccessIssue]
             return

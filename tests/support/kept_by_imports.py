@@ -135,7 +135,7 @@ def import_all(names: Sequence[str]) -> None:
 
 def set_up(server: int) -> None:
     """Makes a process that was just forked a worker, as the fork server does."""
-    from ecemb.launch.worker import Request, become
+    from ecemb.launch.worker import become
 
     message = {
         "is_module": False,
@@ -152,7 +152,7 @@ def set_up(server: int) -> None:
         "descriptors": [0, 1, 2],
     }
     taken = [os.open(".", os.O_PATH), *map(os.dup, range(3))]
-    become(Request(message, taken), server, {}, sys.modules["torch"].initial_seed())
+    become(message, taken, server, {}, sys.modules["torch"].initial_seed())
 
 
 def importing(names: Sequence[str], work: Callable[[], None]) -> None:
