@@ -35,28 +35,17 @@ def chosen(codes: Sequence[Code], hosts: Sequence[str], domain: FailureDomain) -
     """
     if len(codes) == 1 or len(hosts) == 1:
         return codes[0]
-    if domain != "rank":
+    ranks, why = [str(rank) for rank in range(len(hosts))], ""
+    for domains in {"auto": (hosts, ranks), "host": (hosts,), "rank": (ranks,)}[domain]:
         for code in codes:
-            if _fits(code, hosts):
+            try:
+                Placement.plan(code.n, code.k, domains)
+            except PlacementError as error:
+                why = str(error)
+            else:
                 return code
-    if domain != "host":
-        for code in codes:
-            if code.n <= len(hosts):
-                return code
-    try:
-        Placement.plan(codes[-1].n, codes[-1].k, hosts if domain == "host" else range(len(hosts)))
-    except PlacementError as error:
-        asked = ", ".join(f"({code.n}, {code.k})" for code in codes)
-        raise PlacementError(f"none of the codes {asked} fits these {len(hosts)} ranks: {error}") from None
-    return codes[-1]
-
-
-def _fits(code: Code, hosts: Sequence[str]) -> bool:
-    try:
-        Placement.plan(code.n, code.k, hosts)
-    except PlacementError:
-        return False
-    return True
+    asked = ", ".join(f"({code.n}, {code.k})" for code in codes)
+    raise PlacementError(f"none of the codes {asked} fits these {len(hosts)} ranks: {why}")
 
 
 def placed(code: Code, hosts: Sequence[str], domain: FailureDomain, *, first: bool) -> Placement | None:
