@@ -14,10 +14,9 @@ import json
 import os
 import random
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,27 +38,7 @@ from .request import Request, Training
 _DEEP = 6  # attributes and items from an object that the script names
 _MOST_ITEMS = 256  # of a container: more are data
 _LIBRARIES = ("ecemb", "torchrec", "fbgemm_gpu", "pytorch_lightning", "lightning", "torch.distributed")
-_LEAVES = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bytearray,
-    range,
-    type,
-    torch.Tensor,
-    torch.dtype,
-    torch.device,
-    np.ndarray,
-    Path,
-    ModuleType,
-    FunctionType,
-    BuiltinFunctionType,
-    MethodType,
-)
+_LEAVES = (type, torch.Tensor, ModuleType, FunctionType, MethodType)  # with attributes, but no part of them
 _PARTS = (
     "tables",
     "parity",
@@ -128,14 +107,6 @@ class Survey:
     unknown: list[Unknown]
     bytes: list[dict[str, int]]
     survives: str
-
-
-@dataclass
-class _Found:
-    """What a walk over objects has come by, by name."""
-
-    seen: dict[int, object] = field(default_factory=dict)
-    names: list[tuple[str, object]] = field(default_factory=list)
 
 
 def survey(
@@ -241,30 +212,30 @@ def unknown(request: Request, training: Training) -> list[Unknown]:
         training: what comes back of it.
     """
     tables, (kept, dense) = training.tables, training.replicated.kept
-    held, given = _Found(), list(objects_of(request.state).values())
-    _walk(held, (("", item) for item in (*given, *request.optimizers, *dense)))
-    held.seen.update((id(module), module) for module in request.model.modules())
+    given = list(objects_of(request.state).values())
+    held = {id(one): one for _, one in _walk(("", item) for item in (*given, *request.optimizers, *dense))}
+    held.update((id(module), module) for module in request.model.modules())
     parameters = {id(one) for one in (*tables.parameters, *kept.values())}
     parameters.update(id(one) for module in request.model.modules() for one in _buffers(module))
     for optimizer in (*request.optimizers, *dense):
         parameters.update(id(one) for group in optimizer.param_groups for one in group["params"])
     for item in given:
         if isinstance(item, nn.Module):
-            held.seen.update((id(module), module) for module in item.modules())
-    states = {id(one.state) for one in held.seen.values() if isinstance(one, torch.optim.Optimizer)}
-    held.seen[id(torch.default_generator)] = torch.default_generator
-    reached = _Found()
-    _walk(reached, _named(inspect.currentframe()))
+            held.update((id(module), module) for module in item.modules())
+    states = {id(one.state) for one in held.values() if isinstance(one, torch.optim.Optimizer)}
+    held[id(torch.default_generator)] = torch.default_generator
+    reached = list(_walk(_named(inspect.currentframe())))
+    seen = {id(one) for _, one in reached}
     gc.collect()
     for one in gc.get_objects():
-        if issubclass(type(one), torch.optim.Optimizer) and id(one) not in reached.seen:
-            reached.names.append(("(no name of the script leads to it)", one))
+        if issubclass(type(one), torch.optim.Optimizer) and id(one) not in seen:
+            reached.append(("(no name of the script leads to it)", one))
     found: list[Unknown] = []
-    for name, one in reached.names:
-        if id(one) not in held.seen and (said := _judged(one, name, held, parameters, states)) is not None:
+    for name, one in reached:
+        if id(one) not in held and (said := _judged(one, name, held, parameters, states)) is not None:
             found.append(Unknown(name, type(one).__name__, said))
             if isinstance(one, nn.Module):  # reported whole
-                held.seen.update((id(module), module) for module in one.modules())
+                held.update((id(module), module) for module in one.modules())
     found += [
         Unknown(
             name,
@@ -277,7 +248,9 @@ def unknown(request: Request, training: Training) -> list[Unknown]:
     return [*found, *_loose_tensors(request.model, tables, parameters)]
 
 
-def _judged(one: object, name: str, held: _Found, parameters: set[int], states: set[int]) -> str | None:
+def _judged(
+    one: object, name: str, held: Collection[int], parameters: set[int], states: set[int]
+) -> str | None:
     """What becomes of an object that nothing holds; None if it has no state to lose."""
     if isinstance(one, torch.optim.Optimizer):
         if id(one.state) in states or _of_a_library(one):
@@ -298,10 +271,10 @@ def _judged(one: object, name: str, held: _Found, parameters: set[int], states: 
     return None
 
 
-def _judged_module(one: nn.Module, name: str, held: _Found, parameters: set[int]) -> str | None:
+def _judged_module(one: nn.Module, name: str, held: Collection[int], parameters: set[int]) -> str | None:
     if any(id(tensor) not in parameters for tensor in one.parameters()):
         return "its parameters begin as the script builds them: make it part of model="
-    apart = [module for module in one.modules() if id(module) not in held.seen]
+    apart = [module for module in one.modules() if id(module) not in held]
     cure = f"state={{{name.rpartition('.')[2]!r}: {name}}}"
     if is_metric(one) or any(map(is_metric, apart)):
         return f"a metric begins empty, as its state_dict() is empty by default: give it in {cure}"
@@ -333,14 +306,15 @@ def _loose_tensors(model: nn.Module, tables: Tables, parameters: set[int]) -> It
                 )
 
 
-def _walk(found: _Found, named: Iterable[tuple[str, object]]) -> None:
-    """Adds objects, and what they lead to, the near ones first."""
+def _walk(named: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:
+    """Objects by name, and what they lead to, the near ones first."""
+    seen: set[int] = set()
     queue = [(name, value, _DEEP) for name, value in named]
-    for path, one, left in queue:  # which grows
-        if id(one) in found.seen or isinstance(one, _LEAVES):
+    for path, one, left in queue:  # which grows, and keeps what is seen
+        if id(one) in seen or isinstance(one, _LEAVES):
             continue
-        found.seen[id(one)] = one
-        found.names.append((path, one))
+        seen.add(id(one))
+        yield path, one
         if left:
             queue += [(f"{path}{step}", item, left - 1) for step, item in _inside(one)]
 
