@@ -61,43 +61,43 @@ class Guard:
         raise UsageError("ecemb.protect() makes the guard: keep what it returns")
 
     def _begin(self, session: Session, opened: Opened) -> None:
-        request = opened.request
+        request, training, transport = opened.start.request, opened.start.training, opened.start.transport
         self._session, self._activity = session, session.activity
         self._memory = opened.memory
-        self._transport = opened.transport
-        self._tables = opened.tables
-        self._rank_state = opened.rank_state
+        self._transport = transport
+        self._tables = training.tables
+        self._rank_state = training.rank_state
         self._saver = opened.saver
         self._transactions = Transactions(
             opened.memory,
-            opened.transport,
-            opened.replicated,
-            opened.rank_state,
+            transport,
+            training.replicated,
+            training.rank_state,
             request.window,
             overlap=request.overlap,
             compare_every=request.compare_every,
             activity=session.activity,
-            images=opened.tables.images or None,
+            images=training.tables.images or None,
             background=opened.background,
         )
         self._notice = Notice(self._transactions, session.watch)
         if request.elastic:
             self._notice.listen()
-        self._scrubber = Scrubber(opened.memory, opened.transport)
+        self._scrubber = Scrubber(opened.memory, transport)
         self._failed: str | None = None
         self._cause: str | None = None  # of the failure, if another rank caused it
         self._remaining = Remaining(session, opened.memory.arena)
         self._closed = ""  # why it takes no more, if it is closed
         self._steps = self._aborted = 0
         self.recovery: RecoveryReport = opened.report
-        self._optimizers = opened.optimizers
+        self._optimizers = training.optimizers
         self._optimizers.watch(self._is_open)
         self._background = opened.background
         hooks = Hooks(self._transactions.capture, self._is_open, opened.memory.mark_undeclared)
         if opened.background.is_lacking:
             hooks.ensure, hooks.ensure_all = opened.background.ensure, opened.background.ensure_all
-            opened.background.at_end = opened.tables.all_are_there
-        opened.tables.watch(hooks)
+            opened.background.at_end = training.tables.all_are_there
+        training.tables.watch(hooks)
 
     @property
     def next_step(self) -> int:

@@ -110,7 +110,7 @@ def claim_or_create(start: Start, kernels: Kernels) -> RankMemory:
     return RankMemory(arena, world.layouts, geometry, kernels, backing)
 
 
-def begin(start: Start, memory: RankMemory, content: InitialContent | None = None) -> RecoveryReport:
+def begin(start: Start, memory: RankMemory, content: InitialContent) -> RecoveryReport:
     """Fills new arenas with the plan's transaction. All ranks.
 
     An error before the transaction is prepared removes the new arena, as no later start could use it, and
@@ -119,13 +119,12 @@ def begin(start: Start, memory: RankMemory, content: InitialContent | None = Non
     Args:
         start: this start, whose plan `begins`.
         memory: this rank's new arena, joined.
-        content: what it is filled with; by default the model, or the plan's checkpoint.
+        content: what it is filled with.
 
     Raises:
         EcembError: on all ranks.
     """
     session, transport = start.session, start.transport
-    content = content or InitialContent(start, memory)
     try:
         if not session.roster.judgement.survivors:  # no lock is held yet that another launch could meet
             transport.together(

@@ -42,7 +42,6 @@ from ..engines.discover import Tables
 from ..errors import (
     ConfigurationError,
     EcembError,
-    InconsistentArenas,
     JobFinished,
     LayoutMismatch,
     UsageError,
@@ -63,12 +62,10 @@ from ..recovery.server import Server
 from ..recovery.state_slices import gathered
 from ..session import Session
 from ..state import rank_state as rank_states
-from ..state.optimizers import NamedOptimizers
 from ..state.rank_state import RankState
-from ..state.replicated import ReplicatedState
 from .agree import HostFolder, World, negotiate
-from .create import Start, begin, claim_or_create, discard_superseded
-from .history import is_of_other_ranks, shared_history
+from .create import InitialContent, Start, begin, claim_or_create, discard_superseded
+from .history import OldArenas, is_of_other_ranks, shared_history
 from .moving import MovedContent, plan_move, settle
 from .request import ParityBackend, Request, Training, examine_training
 from .survey import Surveyed, survey
@@ -80,13 +77,8 @@ logger: logging.Logger = logging.getLogger("ecemb")
 class Opened:
     """This rank's memory, live, with everything that a transaction needs."""
 
-    request: Request
+    start: Start
     memory: RankMemory
-    transport: Transport
-    tables: Tables
-    optimizers: NamedOptimizers
-    replicated: ReplicatedState
-    rank_state: RankState
     saver: Saver
     report: RecoveryReport
     background: Background
@@ -127,44 +119,25 @@ def _open(start: Start, before_s: Mapping[str, float]) -> Opened:
     """Opens the memory of this rank, once all ranks hold the same plan. All ranks."""
     with start.watch.phase("kernels"):
         kernels = contract.get_kernels("cpu", torch.get_num_threads())
-    background = Background()
-    if start.world.old:
-        memory, report = _moved(start, kernels)
+    background, old = Background(), start.world.old
+    if old is not None:
+        memory, report = _moved(start, old, kernels)
     else:
-        memory, report, background = _opened(start, kernels)
+        memory = _attach(start, kernels)
+        if start.world.plan.begins:
+            report = begin(start, memory, InitialContent(start, memory))
+        else:
+            report, background = _recover(start, memory, kernels)
     _supersede(start, memory)
     _restore(start, memory)
     saver = _saver(start, memory)
     report = dataclasses.replace(report, before_s=before_s)
     _report(start, memory, report)
-    training = start.training
-    return Opened(
-        request=start.request,
-        memory=memory,
-        transport=start.transport,
-        tables=training.tables,
-        optimizers=training.optimizers,
-        replicated=training.replicated,
-        rank_state=training.rank_state,
-        saver=saver,
-        report=report,
-        background=background,
-    )
+    return Opened(start, memory, saver, report, background)
 
 
-def _opened(start: Start, kernels: contract.Kernels) -> tuple[RankMemory, RecoveryReport, Background]:
-    """Opens memory that is new, or that these ranks had before. All ranks."""
-    memory = _attach(start, kernels)
-    if start.world.plan.begins:
-        return memory, begin(start, memory), Background()
-    return memory, *_recover(start, memory, kernels)
-
-
-def _moved(start: Start, kernels: contract.Kernels) -> tuple[RankMemory, RecoveryReport]:
+def _moved(start: Start, old: OldArenas, kernels: contract.Kernels) -> tuple[RankMemory, RecoveryReport]:
     """Opens new memory, filled from that of another number of ranks. All ranks."""
-    old = start.world.old
-    if old is None:
-        raise InconsistentArenas("this start has nothing to move: restart the job")
     with start.watch.phase("settle"):
         moving = plan_move(start, old)
         settle(start, moving, kernels, lambda: _flag_started(start, start.session.roster.generation))
