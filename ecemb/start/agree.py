@@ -31,8 +31,9 @@ from ..checkpoint import contents, saver
 from ..checkpoint.contents import Shard
 from ..checkpoint.interface import CheckpointReader, CheckpointWriter, Stored
 from ..checkpoint.transfer import Sources, Taking, Transfer, examine, refusal
-from ..coding.placement import Placement
-from ..coding.rows import TableLayout, cut
+from ..coding.parity import parity_words
+from ..coding.placement import ALIGN_BYTES, Placement, Share
+from ..coding.rows import WORD_BYTES, TableLayout, cut
 from ..engines.contract import EngineTable
 from ..engines.discover import Tables, check_alike
 from ..errors import (
@@ -55,6 +56,7 @@ from ..net.wording import listed
 from ..recovery.plan import RecoveryPlan, plan_move, plan_recovery, plan_resume
 from ..session import Session
 from ..state import rank_state
+from ..state.replicated import ReplicatedState
 from .history import History, OldArenas, check_hand, check_old, is_of_other_ranks, pack_places
 from .placement_choice import placed
 from .request import Request
@@ -100,6 +102,18 @@ class World:
     slot_bytes: int
     generation: int
     old: OldArenas | None
+
+    @property
+    def parity_bytes(self) -> int:
+        """Of this rank's parity."""
+        if self.placement is None:
+            return 0
+        return parity_words(self.placement, self.block_words, self.constants.rank) * WORD_BYTES
+
+    def dense_bytes(self, replicated: ReplicatedState) -> int:
+        """Of this rank's slices of replicated state, in one slot."""
+        size_bytes = -(-replicated.size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        return Share.of(self.placement, self.constants.rank).size_bytes(size_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

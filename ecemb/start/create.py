@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -24,9 +24,6 @@ from ..checkpoint import contents
 from ..checkpoint.interface import CheckpointReader, Stored
 from ..checkpoint.saver import shared
 from ..checkpoint.transfer import Taking
-from ..coding.code import Code
-from ..coding.parity import parity_words
-from ..coding.placement import ALIGN_BYTES, Share
 from ..coding.rows import WORD_BYTES, arrange, split
 from ..errors import ConfigurationError, EcembError, InconsistentArenas
 from ..kernels.contract import Kernels
@@ -90,14 +87,21 @@ def claim_or_create(start: Start, kernels: Kernels) -> RankMemory:
         PeerFailure: that of a peer doesn't; this rank's is removed again.
     """
     session, world = start.session, start.world
-    generator = _generator(start.request.code, session, start.transport, world.plan)
+    code = start.request.code
+
+    def known() -> list[bytes]:
+        if world.plan.begins:
+            return [code.generator().tobytes()] if session.rank == 0 else []
+        return [] if session.arena is None else [session.arena.region("generator").tobytes()]
+
+    generator = shared_generator(start.transport, code.n, code.k, known)
     geometry = Geometry(world.placement, world.block_words, generator)
     own = None if world.plan.begins else start.earlier
     if own is None:
         make_room(session, world.plan)
 
     def open_or_create() -> tuple[Arena, Backing | None]:
-        session.arena, backing = (own, None) if own is not None else _create(start, geometry)
+        session.arena, backing = (own, None) if own is not None else _create(start)
         return session.arena, backing  # the session closes it, whatever happens next
 
     try:
@@ -147,35 +151,40 @@ def _give_up(start: Start) -> None:
     session.arena = start.earlier
 
 
-def _generator(code: Code, session: Session, transport: Transport, plan: RecoveryPlan) -> NDArray[np.uint8]:
-    """The code's generator, from one rank: rank 0 builds it at a fresh start; else the donor's arena has it.
+def shared_generator(
+    transport: Transport, n: int, k: int, known: Callable[[], Sequence[bytes]]
+) -> NDArray[np.uint8]:
+    """A code's generator, from the ranks that know it. All ranks.
 
-    All survivors show theirs, as wrong coefficients would spoil all parity.
+    All that know it show it, as wrong coefficients would spoil all parity.
+
+    Args:
+        transport: the control group.
+        n: of the code.
+        k: of the code.
+        known: the generator of each arena that this rank has, or a new one.
+
+    Raises:
+        InconsistentArenas: they differ.
     """
-    source = max(plan.donor, 0)
-
-    def own() -> bytes:
-        if session.arena is not None and not plan.begins:
-            return session.arena.region("generator").tobytes()
-        return code.generator().tobytes() if plan.begins and session.rank == source else b""
-
-    each = transport.gather(transport.together("building the generator", own), "sharing the generator")
-    differing = [rank for rank, text in enumerate(each) if text and text != each[source]]
-    if differing:
+    mine = transport.together("reading the generator", lambda: [text[: n * k] for text in known()])
+    each = transport.gather(b"".join(dict.fromkeys(mine)), "sharing the generator")
+    first = next(rank for rank, text in enumerate(each) if text)
+    generator = each[first][: n * k]
+    if differing := [rank for rank, text in enumerate(each) if text not in (b"", generator)]:
         raise InconsistentArenas(
-            f"the code's generator in the arenas of ranks {differing} is not that of rank {source}: memory "
+            f"the code's generator in the arenas of ranks {differing} is not that of rank {first}: memory "
             f"is damaged; nothing was written. Remove the arena that is wrong (python -m ecemb arenas rm "
             f"PATH): it counts as lost then, and is rebuilt"
         )
-    flat = np.frombuffer(each[source], np.uint8)
-    return flat[: code.n * code.k].reshape(code.n, code.k).copy()
+    return np.frombuffer(generator, np.uint8).reshape(n, k).copy()
 
 
-def _create(start: Start, geometry: Geometry) -> tuple[Arena, Backing | None]:
+def _create(start: Start) -> tuple[Arena, Backing | None]:
     """A new arena. If its rows and parity come beside training, they are promised memory, and have none."""
-    session, world = start.session, start.world
-    constants, reserved = _laid_out(session, world, geometry, start.training.replicated)
-    state = State.INIT if world.plan.begins else State.REBUILDING
+    session = start.session
+    constants, reserved = _laid_out(start)
+    state = State.INIT if start.world.plan.begins else State.REBUILDING
     if not start.in_background:
         return Arena.create(session.directory, constants, reserved, state=state), None
     later = [name for name in ("rows", "parity") if reserved.pop(name)]
@@ -190,44 +199,29 @@ def _create(start: Start, geometry: Geometry) -> tuple[Arena, Backing | None]:
 
 def new_arena_bytes(start: Start) -> int:
     """Memory that this rank's new arena takes at once: all but slots, journals and inbox."""
-    session, world = start.session, start.world
-    code = start.request.code
-    geometry = Geometry(world.placement, world.block_words, np.zeros((code.n, code.k), np.uint8))
-    constants, reserved = _laid_out(session, world, geometry, start.training.replicated)
+    constants, reserved = _laid_out(start)
     head = CONSTANTS_OFFSET + page_aligned(len(constants.encode()))
     return head + sum(map(page_aligned, reserved.values()))
 
 
-def _laid_out(
-    session: Session, world: World, geometry: Geometry, replicated: ReplicatedState
-) -> tuple[Constants, dict[str, int]]:
-    """The constants of a new arena, and the bytes of the regions that are reserved at once."""
-    reserved, growing = _sizes(session, world, geometry, replicated)
-    regions = tuple({**reserved, **growing}.items())
-    return dataclasses.replace(world.constants, regions=regions), reserved
-
-
-def _sizes(
-    session: Session, world: World, geometry: Geometry, replicated: ReplicatedState
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of the regions that are reserved at once, and the most that the other regions may grow to."""
+def _laid_out(start: Start) -> tuple[Constants, dict[str, int]]:
+    """The constants of a new arena, and the bytes of the regions that are reserved at once; others grow."""
+    world, code, placement = start.world, start.request.code, start.world.placement
     _, rows = arrange(world.layouts)
     journal = sum(one.rows * (3 + one.record_words) for one in map(split, world.layouts)) * WORD_BYTES
-    parity = inbox = 0
-    if geometry.placement is not None:
-        placement = geometry.placement
-        parity = parity_words(placement, geometry.block_words, session.rank) * WORD_BYTES
-        for stripe_class, _ in placement.kept(session.rank):
+    inbox = 0
+    if placement is not None:
+        for stripe_class, _ in placement.kept(start.session.rank):
             members = placement.members(stripe_class)[: placement.k]
-            words = sum(geometry.block_words[rank][block] for block, rank in enumerate(members))
+            words = sum(world.block_words[rank][block] for block, rank in enumerate(members))
             inbox += 5 * words * WORD_BYTES  # the worst case: single words change, each with its own head
         inbox += (placement.n - 1) * (2 + placement.r * (1 + placement.r)) * WORD_BYTES
-    share = Share.of(geometry.placement, session.rank)
-    dense = share.size_bytes(-(-replicated.size_bytes // ALIGN_BYTES) * ALIGN_BYTES)
+    dense = world.dense_bytes(start.training.replicated)
     slot = max(16 * dense + _SLOT_SLACK_BYTES, world.slot_bytes)  # room for the donor's slot
-    reserved = {"generator": geometry.generator.size, "rows": rows, "parity": parity}
+    reserved = {"generator": code.n * code.k, "rows": rows, "parity": world.parity_bytes}
     growing = {**dict.fromkeys(ROW_JOURNALS, journal), "inbox": inbox, "parity_journal": 2 * inbox}
-    return reserved, {**growing, "slot0": slot, "slot1": slot}
+    regions = {**reserved, **growing, "slot0": slot, "slot1": slot}
+    return dataclasses.replace(world.constants, regions=tuple(regions.items())), reserved
 
 
 @dataclasses.dataclass(frozen=True)

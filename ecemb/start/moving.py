@@ -39,7 +39,14 @@ from ..recovery.relayout import Move, Relayout, RowRange, plan_relayout
 from ..recovery.state_slices import compare_old, gather_old
 from ..state import rank_state as rank_states
 from ..state.flatten import in_front, measured, unpacked
-from .create import InitialContent, Start, make_room, new_arena_bytes, room_to_make_bytes
+from .create import (
+    InitialContent,
+    Start,
+    make_room,
+    new_arena_bytes,
+    room_to_make_bytes,
+    shared_generator,
+)
 from .history import OldArenas
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -111,7 +118,11 @@ def plan_move(start: Start, old: OldArenas) -> Moving:
             "the ranks came to different plans of one move; nothing was written. Do all hosts run the same "
             "version of ecemb?"
         )
-    return Moving(old, plan, _generator(start, old))
+
+    def known() -> list[bytes]:
+        return [one.region("generator").tobytes() for one in session.held]
+
+    return Moving(old, plan, shared_generator(transport, old.history.n, old.history.k, known))
 
 
 def _wanted(start: Start, old: OldArenas) -> list[RowRange]:
@@ -124,24 +135,6 @@ def _wanted(start: Start, old: OldArenas) -> list[RowRange]:
                 wanted[RowRange(source.table, rows)] = None
     states = contents.states_of(old.history.world_size, rank, start.transport.world_size)
     return [*wanted, *(RowRange(f"rank_state/{one}", range(1)) for one in states)]
-
-
-def _generator(start: Start, old: OldArenas) -> NDArray[np.uint8]:
-    """The generator of the old arenas' code. All ranks."""
-    n, k = old.history.n, old.history.k
-
-    def own() -> bytes:
-        texts = {one.region("generator")[: n * k].tobytes() for one in start.session.held}
-        return b"".join(sorted(texts))
-
-    mine = start.transport.together("reading the generator", own)
-    every = set(start.transport.gather(mine, "sharing the generator")) - {b""}
-    if len(every) != 1 or len(text := every.pop()) != n * k:
-        raise InconsistentArenas(
-            "the code's generator is not the same in all arenas: memory is damaged; nothing was written. "
-            "Remove the arena that is wrong (python -m ecemb arenas rm PATH): it counts as lost then"
-        )
-    return np.frombuffer(text, np.uint8).reshape(n, k).copy()
 
 
 # --- the old arenas --------------------------------------------------------------------------------

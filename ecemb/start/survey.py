@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..coding.parity import parity_words
-from ..coding.placement import ALIGN_BYTES, Placement, Share
+from ..coding.placement import Placement
 from ..coding.rows import WORD_BYTES, TableLayout, arrange
 from ..engines.discover import Tables
 from ..memory import capacity
@@ -130,17 +129,13 @@ def survey(
     """
     tables, replicated = training.tables, training.replicated
     kept, dense = replicated.kept
-    share = Share.of(world.placement, session.rank)
-    parity = 0
-    if world.placement is not None:
-        parity = parity_words(world.placement, world.block_words, session.rank) * WORD_BYTES
     *layouts, own = world.layouts
     mine = {
         "tables": [layout.to_json() for layout in layouts],
         "bytes": {
             "tables": arrange(layouts)[1],
-            "parity": parity,
-            "dense": share.size_bytes(-(-replicated.size_bytes // ALIGN_BYTES) * ALIGN_BYTES),
+            "parity": world.parity_bytes,
+            "dense": world.dense_bytes(replicated),
             "rank_state": own.words * WORD_BYTES,
         },
         "unknown": [asdict(one) for one in unknown(request, training)],
