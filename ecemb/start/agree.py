@@ -35,7 +35,7 @@ from ..coding.parity import parity_words
 from ..coding.placement import ALIGN_BYTES, Placement, Share
 from ..coding.rows import WORD_BYTES, TableLayout, cut
 from ..engines.contract import EngineTable
-from ..engines.discover import Tables, check_alike
+from ..engines.discover import check_alike
 from ..errors import (
     ArenaDamaged,
     CheckpointError,
@@ -57,9 +57,9 @@ from ..recovery.plan import RecoveryPlan, plan_move, plan_recovery, plan_resume
 from ..session import Session
 from ..state import rank_state
 from ..state.replicated import ReplicatedState
-from .history import History, OldArenas, check_hand, check_old, is_of_other_ranks, pack_places
+from .history import History, OldArenas, check_hand, is_of_other_ranks, pack_places
 from .placement_choice import placed
-from .request import Request
+from .request import Request, Training
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -138,11 +138,6 @@ class _Proposal:
     by_hand: list[str]
     sees: bool | None
 
-    @property
-    def rank_state_bytes(self) -> int:
-        """Room that the rank's packed state needs."""
-        return self.layout["rank_state_bytes"]
-
     def layouts(self, room_bytes: int) -> tuple[TableLayout, ...]:
         """The rank's tables, and a record of `room_bytes` for its rank state."""
         tables = [TableLayout.from_json(fields) for fields in self.layout["tables"]]
@@ -158,8 +153,7 @@ def negotiate(
     session: Session,
     request: Request,
     transport: Transport,
-    tables: Tables,
-    state_bytes: int,
+    training: Training,
     history: History | None,
     sees: bool | None,
 ) -> World:
@@ -172,16 +166,15 @@ def negotiate(
         session: this process's.
         request: what the user asked for.
         transport: the control group.
-        tables: this rank's tables.
-        state_bytes: room for this rank's packed state.
+        training: this rank's.
         history: of the arenas that survived.
         sees: whether this rank sees the folder of its host's name; see `HostFolder`.
 
     Raises:
         EcembError: on all ranks; nothing was written.
     """
-    shards = tuple(_shard(table, session.world_size, request.shards) for table in tables.tables)
-    proposals = _exchange_proposals(request, transport, tables, state_bytes, shards, sees)
+    shards = tuple(_shard(table, session.world_size, request.shards) for table in training.tables.tables)
+    proposals = _exchange_proposals(request, transport, training, shards, sees)
     check_hosts(session.hosts, [one.sees for one in proposals])
     _check_proposals(proposals)
     placement = None if history is None else _placement_of(session, request, history, proposals)
@@ -190,7 +183,7 @@ def negotiate(
     )
     old, recovery = None, plan
     if history is not None and is_of_other_ranks(history, session) and not plan.begins:
-        old, plan = OldArenas.of(history, plan), plan_move(plan)
+        old, plan = OldArenas(history, plan), plan_move(plan)
         stored = old.stored(session.job)
     if plan.begins:
         placement = placed(request.code, session.hosts, request.failure_domain, first=session.rank == 0)
@@ -247,18 +240,13 @@ def negotiate(
 
 
 def _exchange_proposals(
-    request: Request,
-    transport: Transport,
-    tables: Tables,
-    state_bytes: int,
-    shards: Sequence[Shard],
-    sees: bool | None,
+    request: Request, transport: Transport, training: Training, shards: Sequence[Shard], sees: bool | None
 ) -> list[_Proposal]:
     """Every rank's proposal, in the order of the ranks. All ranks."""
     code = [request.code.n, request.code.k]
     layout = {
-        "tables": [table.layout.to_json() for table in tables.tables],
-        "rank_state_bytes": state_bytes,
+        "tables": [shard.layout.to_json() for shard in shards],
+        "rank_state_bytes": training.state_bytes,
         "code": code,
     }
     window, mtbf, max_replay = request.window.asked
@@ -279,7 +267,7 @@ def _exchange_proposals(
     }
     places = [(shard.start, shard.rows) for shard in shards]
     lineage, by_hand = secrets.token_hex(8), list(request.shards)
-    own = json.dumps([layout, arguments, lineage, tables.alike(), places, by_hand, sees])
+    own = json.dumps([layout, arguments, lineage, training.tables.alike(), places, by_hand, sees])
     return [_Proposal(*json.loads(text)) for text in transport.gather(own.encode(), "comparing layouts")]
 
 
@@ -309,9 +297,14 @@ def _placement_of(
         LayoutMismatch: the arenas hold another model, another code's parity, or other parts of dense state.
     """
     if is_of_other_ranks(history, session):
-        check_old(session, request, history)
-        return history.placement
-    if history.layout_hash != _hash(proposals, history.rank_state_bytes):
+        if not request.elastic:
+            before, now = history.world_size, session.world_size
+            raise RendezvousError(
+                f"job {session.job!r} had {before} ranks when it was started, and has {now} in this launch: "
+                f"launch {before} (torchrun --nnodes x --nproc-per-node), let its memory move to this number "
+                f"with ecemb.protect(elastic=True), or begin a new job under another name"
+            )
+    elif history.layout_hash != _hash(proposals, history.rank_state_bytes):
         raise LayoutMismatch(_difference(session, request, history, proposals[session.rank].layout))
     return history.placement
 
@@ -423,7 +416,7 @@ def _rank_state_room(
     before = [] if stored is None else [rank_state.room(size) for size in stored.facts["rank_state_bytes"]]
     if old is not None:
         before.append(old.history.rank_state_bytes)
-    return max(*(one.rank_state_bytes for one in proposals), *before, 0)
+    return max(*(one.layout["rank_state_bytes"] for one in proposals), *before, 0)
 
 
 def _lineage(history: History | None, stored: Stored | None, proposals: Sequence[_Proposal]) -> str:

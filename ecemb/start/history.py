@@ -7,8 +7,7 @@ compare digests over the process group, and one of them sends the bytes to the r
 `Places` says where the rows of every rank stand in the whole tables, as one text for the arenas' constants:
 an arena describes the tables of its own rank, and another number of ranks needs those of lost ranks as well.
 The text is compact: tables that ranks share are in it once. `OldArenas` are the arenas of another number of
-ranks, from which an elastic start goes on: the refusals of such a start, and the arenas described as a
-checkpoint, so that tables are compared as at a resume.
+ranks, from which an elastic start goes on, described as a checkpoint: tables are compared as at a resume.
 
 Writes to no arena. Must not know: how rows move.
 """
@@ -29,7 +28,7 @@ from ..checkpoint.contents import FORMAT, Shard
 from ..checkpoint.interface import Stored
 from ..coding.placement import Placement
 from ..coding.rows import Column, TableLayout
-from ..errors import ConfigurationError, InconsistentArenas, PeerFailure, RendezvousError
+from ..errors import ConfigurationError, InconsistentArenas, PeerFailure
 from ..memory.arena import Arena
 from ..memory.header import MAX_CONSTANTS_BYTES, Constants
 from ..net.collectives import Transport, Words
@@ -37,7 +36,6 @@ from ..recovery import relayout
 from ..recovery.plan import RecoveryPlan
 from ..session import Session
 from ..state import rank_state as rank_states
-from .request import Request
 
 _DIGEST_BYTES = 16
 _CONSTANTS = struct.Struct(f"<qq{_DIGEST_BYTES}s")
@@ -227,17 +225,15 @@ class OldArenas:
     Attributes:
         history: what their arenas hold alike.
         recovery: brings them to one transaction.
-        places: where the rows of each rank stand.
     """
 
     history: History
     recovery: RecoveryPlan
-    places: Places
 
-    @classmethod
-    def of(cls, history: History, recovery: RecoveryPlan) -> OldArenas:
-        """The ranks of a history that `check` let pass."""
-        return cls(history, recovery, unpack_places(history.everyone))
+    @functools.cached_property
+    def places(self) -> Places:
+        """Where the rows of each rank stand."""
+        return unpack_places(self.history.everyone)
 
     @functools.cached_property
     def layout(self) -> relayout.Layout:
@@ -276,19 +272,3 @@ class OldArenas:
 def is_of_other_ranks(history: History | None, session: Session) -> bool:
     """Whether another number of ranks made the arenas that survived."""
     return history is not None and history.world_size != session.world_size
-
-
-def check_old(session: Session, request: Request, history: History) -> None:
-    """Refuses another number of ranks, unless the job is elastic.
-
-    Raises:
-        RendezvousError: it is not.
-    """
-    before, now = history.world_size, session.world_size
-    launch = f"launch {before} (torchrun --nnodes x --nproc-per-node)"
-    if not request.elastic:
-        raise RendezvousError(
-            f"job {session.job!r} had {before} ranks when it was started, and has {now} in this launch: "
-            f"{launch}, let its memory move to this number with ecemb.protect(elastic=True), or begin a new "
-            f"job under another name"
-        )

@@ -183,11 +183,10 @@ def _agree(session: Session, asked: Callable[[], Request], if_it_fails: ExitStac
         request, training = transport.together(
             "checking arguments, the model and its optimizers", lambda: _examined(asked, folder)
         )
-        tables = training.tables
         history = shared_history(session, transport)
         held = None if history is None or is_of_other_ranks(history, session) else (history.n, history.k)
         request = transport.together("choosing a code", lambda: _with_code(request, session, held, folder))
-        world = negotiate(session, request, transport, tables, training.state_bytes, history, folder.sees)
+        world = negotiate(session, request, transport, training, history, folder.sees)
     if session.check is not None:
         raise Surveyed(survey(session, request, transport, training, world))
     return Start(session, request, transport, training, world, watch, earlier=session.arena)
