@@ -89,18 +89,14 @@ def _take_descriptors(numbers: Sequence[int], folder: int, *descriptors: int) ->
         os.close(folder)
     # First move descriptors away: a wanted number may still belong to another descriptor.
     above = 1 + max([*numbers, *descriptors, 2])
-    moved = [_move(descriptor, above) for descriptor in descriptors]
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
     for number in {0, 1, 2} - set(numbers):
         os.close(number)
     for descriptor, number in zip(moved, numbers, strict=True):
         os.dup2(descriptor, number, inheritable=True)
         os.close(descriptor)
-
-
-def _move(descriptor: int, least: int) -> int:
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least)
-    os.close(descriptor)
-    return moved
 
 
 def _open_streams(*, unbuffered: bool) -> None:
@@ -120,7 +116,9 @@ def _open_streams(*, unbuffered: bool) -> None:
 
 
 def _stream(descriptor: int, name: str, like: Any, *, unbuffered: bool) -> Any:
-    if not _is_open(descriptor):
+    try:
+        os.fstat(descriptor)
+    except OSError:
         return None
     writes = name != "stdin"
     mode, buffering = ("wb", 0 if unbuffered else -1) if writes else ("rb", -1)
@@ -137,14 +135,6 @@ def _stream(descriptor: int, name: str, like: Any, *, unbuffered: bool) -> Any:
     )
     stream.mode = mode[0]
     return stream
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 def _seed_anew(torch_seed: int | None) -> None:

@@ -187,9 +187,10 @@ def _agree(session: Session, asked: Callable[[], Request], if_it_fails: ExitStac
         held = None if history is None or is_of_other_ranks(history, session) else (history.n, history.k)
         request = transport.together("choosing a code", lambda: _with_code(request, session, held, folder))
         world = negotiate(session, request, transport, training, history, folder.sees)
+    start = Start(session, request, transport, training, world, watch, earlier=session.arena)
     if session.check is not None:
-        raise Surveyed(survey(session, request, transport, training, world))
-    return Start(session, request, transport, training, world, watch, earlier=session.arena)
+        raise Surveyed(survey(start))
+    return start
 
 
 def _examined(asked: Callable[[], Request], folder: HostFolder) -> tuple[Request, Training]:

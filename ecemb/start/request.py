@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -183,14 +183,12 @@ class Request:
         return dataclasses.replace(self, code=(same or [chosen(codes, hosts, self.failure_domain)])[0])
 
     def source(self) -> CheckpointReader:
-        """The reader of `transfer`.
+        """The reader of `transfer`, which is given.
 
         Raises:
-            ConfigurationError: there is no transfer, or its source is neither a path nor a reader.
+            ConfigurationError: its source is neither a path nor a reader.
         """
-        if self.transfer is None:
-            raise ConfigurationError("this start takes no tables from another training")
-        return reader_of(self.transfer.source, "Transfer(source)")
+        return reader_of(cast("Transfer", self.transfer).source, "Transfer(source)")
 
     def origin(self) -> dict[str, Any]:
         """What names another training's tables, as plain values."""

@@ -27,11 +27,10 @@ from ..coding.placement import Placement
 from ..coding.rows import WORD_BYTES, TableLayout, arrange
 from ..engines.discover import Tables
 from ..memory import capacity
-from ..net.collectives import Transport
 from ..session import CHECKED, Session
 from ..state.metric_states import is_metric, states_of
 from ..state.rank_state import objects_of
-from .agree import World
+from .create import Start
 from .request import Request, Training
 
 _DEEP = 6  # attributes and items from an object that the script names
@@ -108,25 +107,9 @@ class Survey:
     survives: str
 
 
-def survey(
-    session: Session,
-    request: Request,
-    transport: Transport,
-    training: Training,
-    world: World,
-) -> Survey:
-    """Looks at what a start would protect. All ranks.
-
-    Args:
-        session: this process's.
-        request: what the user asked for.
-        transport: the control group.
-        training: as this rank finds it.
-        world: what the ranks agreed on.
-
-    Returns:
-        The same on all ranks.
-    """
+def survey(start: Start) -> Survey:
+    """What a start would protect, the same on all ranks. All ranks."""
+    session, request, world, training = start.session, start.request, start.world, start.training
     tables, replicated = training.tables, training.replicated
     kept, dense = replicated.kept
     *layouts, own = world.layouts
@@ -140,12 +123,12 @@ def survey(
         },
         "unknown": [asdict(one) for one in unknown(request, training)],
     }
-    texts = transport.gather(json.dumps(mine).encode(), "comparing surveys")
+    texts = start.transport.gather(json.dumps(mine).encode(), "comparing surveys")
     answers = [json.loads(text) for text in texts]
     if session.check is not None and session.check.host is None:
         here = [one for one, host in enumerate(session.hosts) if host == session.directory.host]
         needed = sum(answers[rank]["bytes"][part] for rank in here for part in _PARTS)
-        transport.together("asking for space", lambda: _check_space(session, needed))
+        start.transport.together("asking for space", lambda: _check_space(session, needed))
     rows: dict[str, tuple[list[int], str]] = {}
     for one in (TableLayout.from_json(fields) for rank in answers for fields in rank["tables"]):
         rows.setdefault(one.name, ([], ", ".join(f"{c.name} {c.dtype}" for c in one.columns)))[0].append(
