@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 
 from .wire import is_of_a_worker
@@ -31,7 +31,7 @@ _DEVICE = re.compile(r"/dev/(nvidia(\d+|-uvm)|kfd|dri/)")
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
-def names(script: str | None, wanted: Iterable[str], unwanted: Iterable[str]) -> list[str]:
+def names(script: str | None, wanted: Sequence[str], unwanted: Sequence[str]) -> list[str]:
     """The modules to import, in order: those of every training, the script's, and the requested ones.
 
     Args:
@@ -40,10 +40,8 @@ def names(script: str | None, wanted: Iterable[str], unwanted: Iterable[str]) ->
         unwanted: modules to leave out, with all below them.
     """
     found = [*ALWAYS, *(imported_by(script) if script is not None else ()), *wanted]
-    without = tuple(unwanted)
-    return [
-        name for name in dict.fromkeys(found) if not any(f"{name}.".startswith(f"{one}.") for one in without)
-    ]
+    without = tuple(f"{one}." for one in unwanted)
+    return [name for name in dict.fromkeys(found) if not f"{name}.".startswith(without)]
 
 
 def imported_by(script: str) -> list[str]:
@@ -139,9 +137,7 @@ class Watched(type(os.environ)):
 
 def watch_environment(on: bool) -> None:
     """Begins or ends the record of variables that are read."""
-    environment = os.environ
-    plain = Watched.__base__
-    environment.__class__ = Watched if on else plain  # pyright: ignore[reportAttributeAccessIssue]
+    os.environ.__class__ = Watched if on else Watched.__base__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def shadowed(folder: str | None, before: frozenset[str]) -> str | None:

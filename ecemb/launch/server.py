@@ -123,7 +123,7 @@ class Server:
         self._config = config
         self._name: str = config["name"]
         self._idle_s: float | None = config["idle_s"]
-        self._said: list[str] = config["said"]
+        self._said: list[str] = config["said"]  # grows, and goes to the next one with it
         self._changed: dict[str, str | None] = {}
         self._script: str | None = config["script"]
         if config["module"] is not None:
@@ -184,13 +184,11 @@ class Server:
         gc.freeze()
 
     def _wanted(self) -> list[str]:
-        config = self._config
-        return preload.names(self._script, config["preload"], config["without"])
+        return preload.names(self._script, self._config["preload"], self._config["without"])
 
     def _start_without(self, name: str, reason: str, environment: dict[str, str]) -> None:
         self._say(f"{name} is not imported ahead: it {reason}; --no-preload {name} spares the attempt")
-        config: dict[str, Any] = {**self._config, "said": self._said}
-        config["without"] = [*config["without"], name]
+        config = {**self._config, "without": [*self._config["without"], name]}
         for descriptor in (LISTENER, FOLDER):
             os.set_inheritable(descriptor, True)
         os.chdir(config["folder"])
