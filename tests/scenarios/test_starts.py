@@ -517,10 +517,22 @@ def test_there_is_room_for_every_row_changed_alone(
             for keeper, message in memory.lay_out(memory.outbox()).items():
                 lengths[keeper][memory.rank] = len(message)
         for memory, incoming in zip(memories, lengths, strict=True):
-            session: Any = SimpleNamespace(world_size=size, rank=memory.rank)
-            world: Any = SimpleNamespace(layouts=job.layouts(memory.rank), slot_bytes=0)
-            dense: Any = SimpleNamespace(size_bytes=0)
-            _, most = create._sizes(session, world, job.geometry, dense)
+            world = SimpleNamespace(
+                placement=job.placement,
+                layouts=job.layouts(memory.rank),
+                block_words=job.geometry.block_words,
+                constants=memory.arena.constants,
+                slot_bytes=0,
+                parity_bytes=0,
+                dense_bytes=lambda _: 0,
+            )
+            start: Any = SimpleNamespace(
+                session=SimpleNamespace(rank=memory.rank),
+                request=SimpleNamespace(code=job.placement),
+                training=SimpleNamespace(replicated=None),
+                world=world,
+            )
+            most = dict(create._laid_out(start)[0].regions)
             assert memory.arena.get("rows_bytes") <= most["row_journal"]
             assert (2 * n + sum(incoming)) * WORD_BYTES <= most["inbox"]
             assert memory.arena.reserved("parity_journal") <= most["parity_journal"]
