@@ -188,7 +188,7 @@ class Server:
 
     def _start_without(self, name: str, reason: str, environment: dict[str, str]) -> None:
         self._say(f"{name} is not imported ahead: it {reason}; --no-preload {name} spares the attempt")
-        config = {**self._config, "without": [*self._config["without"], name]}
+        config: dict[str, Any] = {**self._config, "without": [*self._config["without"], name]}
         for descriptor in (LISTENER, FOLDER):
             os.set_inheritable(descriptor, True)
         os.chdir(config["folder"])
