@@ -247,26 +247,6 @@ class Kernels(ABC):
         self._gather_rows(src, offsets, out)
 
     @final
-    def scatter_rows_(self, dst: Words, offsets: Ids, src: Words) -> None:
-        """Unpacks m rows of w words.
-
-        `dst[offsets[i]:offsets[i]+w] = src[i]`
-
-        Rows are written in order: where rows overlap in `dst`, the last one stays.
-
-        Args:
-            dst: uint64 [S]; the rows are overwritten, the rest left alone.
-            offsets: int64 [m], where each row begins in `dst`, in words; read.
-            src: uint64 [m, w]; read. Not overlapping `dst`.
-
-        Raises:
-            KernelError: An argument breaks these rules; nothing was written.
-        """
-        check_places("scatter_rows_", "dst", dst, offsets, "src", src)
-        check_output("scatter_rows_", "dst", dst, src=src)
-        self._scatter_rows(dst, offsets, src)
-
-    @final
     def mul_add_rows_(self, dst: Words, offsets: Ids, src: Words, weight: int) -> None:
         """Adds m weighted rows of w words.
 
@@ -407,9 +387,6 @@ class Kernels(ABC):
 
     @abstractmethod
     def _gather_rows(self, src: Words, offsets: Ids, out: Words) -> None: ...
-
-    @abstractmethod
-    def _scatter_rows(self, dst: Words, offsets: Ids, src: Words) -> None: ...
 
     @abstractmethod
     def _mul_add_rows(self, dst: Words, offsets: Ids, src: Words, weight: int) -> None: ...

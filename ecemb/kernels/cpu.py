@@ -39,8 +39,8 @@ class Cpu(Kernels):
 
     Args:
         products: how to multiply; by default the fastest way that this processor has.
-        threads: threads that share large operations. `scatter_`, `scatter_rows_`, `distinct` and `forget_`
-            use one thread, since they may write one place twice, and `update_rows_`, since it works in order.
+        threads: threads that share large operations. `scatter_`, `distinct` and `forget_` use one
+            thread, since they may write one place twice, and `update_rows_`, since it works in order.
 
     Attributes:
         products: the same.
@@ -124,9 +124,6 @@ class Cpu(Kernels):
             self._copy(base, places + 8 * first, stop - first, scale, width, out + first * stride, stride)
 
         self._team.share(count, 2 * width, some)
-
-    def _scatter_rows(self, dst: Words, offsets: Ids, src: Words) -> None:
-        self._put(*_places(dst, offsets, src), _address(src), 8 * src.shape[1])
 
     def _mul_add_rows(self, dst: Words, offsets: Ids, src: Words, weight: int) -> None:
         base, places, count, scale, width = _places(dst, offsets, src)

@@ -75,10 +75,6 @@ class Reference(Kernels):
         for offset, row in zip(offsets, out, strict=True):
             row[...] = src[offset : offset + row.size]
 
-    def _scatter_rows(self, dst: Words, offsets: Ids, src: Words) -> None:
-        for offset, row in zip(offsets, src, strict=True):
-            dst[offset : offset + row.size] = row
-
     def _mul_add_rows(self, dst: Words, offsets: Ids, src: Words, weight: int) -> None:
         for offset, row in zip(offsets, src, strict=True):
             dst[offset : offset + row.size] ^= product(weight, row)

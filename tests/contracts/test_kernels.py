@@ -331,18 +331,6 @@ def test_gather_rows(work: Kernels, rng: np.random.Generator, count: int, width:
     assert out.tobytes() == expected.tobytes()
 
 
-@each(("count", "width"), PLACES)
-def test_scatter_rows(work: Kernels, rng: np.random.Generator, count: int, width: int) -> None:
-    dst, src = draw(rng, 201), draw(rng, count, width)
-    offsets = places(rng, dst.size, count, width)  # They overlap: the last one stays.
-    expected = dst.copy()
-    for i, offset in enumerate(offsets):
-        for j in range(width):
-            expected[offset + j] = src[i, j]
-    work.scatter_rows_(dst, offsets, src)
-    assert dst.tobytes() == expected.tobytes()
-
-
 @each("weight", [0, 1, 2, 0x1D, 0x80, 255, np.uint8(200), np.int64(3)])
 @each(("count", "width"), PLACES)
 def test_mul_add_rows(work: Kernels, rng: np.random.Generator, count: int, width: int, weight: Any) -> None:
@@ -438,7 +426,6 @@ def test_what_is_only_read_may_be_read_only(work: Kernels, rng: np.random.Genera
     work.gather(table, offsets[:1], out.reshape(4, 3)[:1], 0)
     work.scatter_(out.reshape(4, 3), offsets[:1], table[:1], 0)
     work.gather_rows(words, offsets, out.reshape(2, 6))
-    work.scatter_rows_(out, offsets, rows)
     work.mul_add_rows_(out, offsets, rows, 2)
     work.mul_add_block_(out, words, 2)
     assert out.tobytes() == words.tobytes()
@@ -573,7 +560,7 @@ PLACE_REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-@each("operation", ["gather_rows", "scatter_rows_", "mul_add_rows_"])
+@each("operation", ["gather_rows", "mul_add_rows_"])
 @each("case", PLACE_REFUSALS)
 def test_places_that_break_the_contract(work: Kernels, operation: str, case: str) -> None:
     arguments, message = PLACE_REFUSALS[case]
@@ -606,7 +593,6 @@ REFUSALS: list[tuple[str, tuple[Any, ...], str]] = [
     ("distinct", ([0], RowSet(5), ids(0)), r"ids has to be a numpy array, not list"),
     ("forget_", (RowSet(5), np.zeros(1, np.int32)), r"ids has the dtype int32"),
     ("gather_rows", (w(3), ids(0), read_only(w(1).reshape(1, 1))), r"out is written to"),
-    ("scatter_rows_", (read_only(w(3)), ids(0), w(1).reshape(1, 1)), r"dst is written to"),
     ("mul_add_rows_", (read_only(w(3)), ids(0), w(1).reshape(1, 1), 2), r"dst is written to"),
     ("mul_add_rows_", (w(3), ids(0), w(1).reshape(1, 1), 256), r"weight 256"),
     ("update_rows_", (w(3), ids(0), w(1).reshape(1, 1), 0, w(2).reshape(2, 1), ids(0)), r"weight 0"),
@@ -668,8 +654,6 @@ def test_nothing_is_written_where_only_the_last_of_many_is_wrong(work: Kernels) 
         work.scatter_(table, many, records, 0)
     with pytest.raises(KernelError, match=r"offsets\[999\]"):
         work.mul_add_rows_(flat, many, records, 3)
-    with pytest.raises(KernelError, match=r"offsets\[999\]"):
-        work.scatter_rows_(flat, many, records)
     assert not table.any()
     assert not flat.any()
 
@@ -685,5 +669,4 @@ def test_random_calls_agree_with_the_reference(work: Kernels, seed: int) -> None
         offsets = places(rng, ours.size, *src.shape)
         for worker, memory in ((work, ours), (reference, theirs)):
             worker.mul_add_rows_(memory, offsets, src, weight)
-            worker.scatter_rows_(memory, offsets[:3], src[:3])
         assert ours.tobytes() == theirs.tobytes()

@@ -430,7 +430,7 @@ def test_kernels_write_nowhere_for_offsets_that_overflow() -> None:
     offsets = np.array([2**63 - 1], np.int64)
     for name in ("cpu", "reference"):
         with pytest.raises(EcembError, match="not within"):
-            contract.get_kernels(name).scatter_rows_(words, offsets, np.ones((1, 4), np.uint64))
+            contract.get_kernels(name).mul_add_rows_(words, offsets, np.ones((1, 4), np.uint64), 1)
 
 
 def test_parity_and_arena_agree_on_what_is_refused(memories: list[RankMemory]) -> None:

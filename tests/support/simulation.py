@@ -141,10 +141,6 @@ class Torn(Reference):
         for part in halves(offsets):
             super()._gather_rows(src, offsets[part], out[part])
 
-    def _scatter_rows(self, dst: Words, offsets: Any, src: Words) -> None:
-        for part in halves(offsets):
-            super()._scatter_rows(dst, offsets[part], src[part])
-
     def _mul_add_rows(self, dst: Words, offsets: Any, src: Words, weight: int) -> None:
         for part in halves(offsets):
             super()._mul_add_rows(dst, offsets[part], src[part], weight)

@@ -258,15 +258,6 @@ class Cuda(Kernels):
                 rows = rows_at_words(reached.reads(src), out.shape[1])
                 copy_rows_(reached.writes(out), rows, of=reached.reads(offsets))
 
-    def _scatter_rows(self, dst: Words, offsets: Ids, src: Words) -> None:
-        if not _are_apart(offsets, src.shape[1]):  # the last one stays: one after the other
-            for offset, row in zip(offsets, src, strict=True):
-                dst[offset : offset + row.size] = row
-        elif src.size:
-            with _Reached() as reached:
-                rows = rows_at_words(reached.writes(dst), src.shape[1])
-                copy_rows_(rows, reached.reads(src), to=reached.reads(offsets))
-
     def _mul_add_rows(self, dst: Words, offsets: Ids, src: Words, weight: int) -> None:
         if src.size:
             with _Reached() as reached:

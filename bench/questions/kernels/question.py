@@ -318,7 +318,6 @@ def single_kernels(scale: Scale, row_bytes: int, rng: np.random.Generator) -> li
             flat,
             placed,
         ),
-        "scatter_rows": ({OURS: lambda: work.scatter_rows_(flat, offsets, records)}, flat, placed),
         "mul_add_rows": ({OURS: lambda: work.mul_add_rows_(flat, offsets, records, weight)}, flat, added),
     }
     rows: list[Row] = []

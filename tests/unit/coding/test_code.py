@@ -348,7 +348,8 @@ def test_updating_is_encoding_again(name: str, data: st.DataObject) -> None:
     delta ^= fresh
     for row, block in zip(generator(code)[code.k :], parity, strict=True):
         work.mul_add_rows_(block, offsets, delta, int(row[changed]))
-    work.scatter_rows_(old[changed], offsets, fresh)
+    for offset, row in zip(offsets.tolist(), fresh, strict=True):
+        old[changed][offset : offset + width] = row
 
     for updated, again in zip(parity, encoded(work, code, old), strict=True):
         assert updated.tobytes() == again.tobytes()
