@@ -91,26 +91,6 @@ class Kernels(ABC):
         self._team = Team(threads)
 
     @final
-    def gather(self, table: Elements, ids: Ids, out: Elements, column: int) -> None:
-        """Copies rows of a table into a column range of records.
-
-        `out[:, column:column+w] = table[ids]`
-
-        Args:
-            table: uint8/16/32/64 [rows, w]; read.
-            ids: int64 [m], row numbers, in any order, repeats allowed; read.
-            out: the table's dtype [m, W]; columns column..column+w-1 are overwritten, the others
-                left alone. Not overlapping the table.
-            column: First column in `out`, in elements; column + w <= W.
-
-        Raises:
-            KernelError: An argument breaks these rules; nothing was written.
-        """
-        check_rows("gather", table, ids, "out", out, column)
-        check_output("gather", "out", out, table=table)
-        self._gather(table, ids, out, column)
-
-    @final
     def scatter_(self, table: Elements, ids: Ids, records: Elements, column: int) -> None:
         """Copies a column range of records into rows of a table.
 
@@ -127,39 +107,29 @@ class Kernels(ABC):
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
         """
-        check_rows("scatter_", table, ids, "records", records, column)
+        check_array("scatter_", "table", table, 2, ELEMENTS)
+        check_array("scatter_", "records", records, 2, (table.dtype,))
+        check_array("scatter_", "ids", ids, 1, (INDEX,))
+        rows, width = table.shape
+        if records.shape[0] != ids.size:
+            raise KernelError(
+                f"scatter_: records has {records.shape[0]} rows; it has to have one for each of the "
+                f"{ids.size} ids"
+            )
+        if not 0 <= column <= records.shape[1] - width:
+            raise KernelError(
+                f"scatter_: the table's {width} columns from column {column} on are not within records' "
+                f"{records.shape[1]}"
+            )
+        check_ids("scatter_", ids, rows, "table")
         check_output("scatter_", "table", table, records=records)
         self._scatter(table, ids, records, column)
 
     @final
-    def change(self, table: Elements, ids: Ids, old: Elements, out: Elements, column: int) -> None:
-        """Computes how rows of a table differ from a column range of records: gather and delta in one pass.
-
-        `out[:, column:column+w] = table[ids] XOR old[:, column:column+w]`
-
-        Args:
-            table: uint8/16/32/64 [rows, w]; read.
-            ids: int64 [m], row numbers, in any order, repeats allowed; read.
-            old: the table's dtype [m, W]; read.
-            out: the table's dtype [m, W]; columns column..column+w-1 are overwritten, the others left
-                alone. Not overlapping the table or `old`.
-            column: First column in `old` and `out`, in elements; column + w <= W.
-
-        Raises:
-            KernelError: An argument breaks these rules; nothing was written.
-        """
-        check_rows("change", table, ids, "out", out, column)
-        check_array("change", "old", old, 2, (table.dtype,))
-        if old.shape != out.shape:
-            raise KernelError(
-                f"change: old has the shape {list(old.shape)}; it has to have out's, {list(out.shape)}"
-            )
-        check_output("change", "out", out, table=table, old=old)
-        self._change(table, ids, old, out, column)
-
-    @final
     def gather_records(self, columns: Columns, ids: Ids, out: Words) -> None:
-        """Copies records of a table: `gather` of all its columns in one pass, and zeros behind them.
+        """Copies records of a table: the rows of its columns side by side, and zeros behind them.
+
+        `out[i] = columns[ids[i]]`
 
         Args:
             columns: The table; read.
@@ -174,7 +144,9 @@ class Kernels(ABC):
 
     @final
     def change_records(self, columns: Columns, ids: Ids, old: Words, out: Words) -> None:
-        """Computes how records of a table differ from earlier ones: `change` of all its columns in one pass.
+        """Computes how records of a table differ from earlier ones.
+
+        `out[i] = columns[ids[i]] XOR old[i]`
 
         Args:
             columns: The table; read.
@@ -355,29 +327,17 @@ class Kernels(ABC):
             named[label] = out
         self._dot(blocks, weights, outs)
 
-    # An implementation may do all columns in one pass. Arguments have been checked.
-
-    def _gather_records(self, columns: Columns, ids: Ids, out: Words) -> None:
-        out[:, -1:] = 0
-        for rows, first in columns.parts:
-            self._gather(rows, ids, out.view(rows.dtype), first)
-
-    def _change_records(self, columns: Columns, ids: Ids, old: Words, out: Words) -> None:
-        out[:, -1:] = 0
-        for rows, first in columns.parts:
-            self._change(rows, ids, old.view(rows.dtype), out.view(rows.dtype), first)
-
     # An implementation supplies these methods. Arguments have been checked. A weight is not 0, except in
     # `_dot`.
-
-    @abstractmethod
-    def _gather(self, table: Elements, ids: Ids, out: Elements, column: int) -> None: ...
 
     @abstractmethod
     def _scatter(self, table: Elements, ids: Ids, records: Elements, column: int) -> None: ...
 
     @abstractmethod
-    def _change(self, table: Elements, ids: Ids, old: Elements, out: Elements, column: int) -> None: ...
+    def _gather_records(self, columns: Columns, ids: Ids, out: Words) -> None: ...
+
+    @abstractmethod
+    def _change_records(self, columns: Columns, ids: Ids, old: Words, out: Words) -> None: ...
 
     @abstractmethod
     def _distinct(self, ids: Ids, rows: RowSet, out: Ids) -> int: ...
@@ -469,25 +429,6 @@ def check_weight(operation: str, weight: int) -> None:
         raise KernelError(
             f"{operation}: weight {weight!r} is not an element of GF(2^8); the elements are the ints 0..255"
         )
-
-
-def check_rows(operation: str, table: Elements, ids: Ids, label: str, records: Elements, column: int) -> None:
-    """Raises unless `ids` are rows of `table`, and its width fits in `records` from `column` on."""
-    check_array(operation, "table", table, 2, ELEMENTS)
-    check_array(operation, label, records, 2, (table.dtype,))
-    check_array(operation, "ids", ids, 1, (INDEX,))
-    rows, width = table.shape
-    if records.shape[0] != ids.size:
-        raise KernelError(
-            f"{operation}: {label} has {records.shape[0]} rows; it has to have one for each of "
-            f"the {ids.size} ids"
-        )
-    if not 0 <= column <= records.shape[1] - width:
-        raise KernelError(
-            f"{operation}: the table's {width} columns from column {column} on are not within "
-            f"{label}'s {records.shape[1]}"
-        )
-    check_ids(operation, ids, rows, "table")
 
 
 def check_ids(operation: str, ids: Ids, rows: int, owner: str) -> None:

@@ -54,10 +54,9 @@ class Cpu(Kernels):
         self._constants, self._start = self.products.constants(), np.zeros(1, np.int64)
         self._weights, self._zero = _address(self._constants), _address(self._start)
         unit = self.products.vector_bytes
-        self._copy, self._put, self._differ, self._collect, self._drop, *adds = compiled(
+        self._copy, self._put, self._collect, self._drop, *adds = compiled(
             copy_loop(unit),
             put_loop(unit),
-            change_loop(unit),
             distinct_loop(),
             forget_loop(),
             add_loop(unit, None),
@@ -72,22 +71,10 @@ class Cpu(Kernels):
         )
         self._combine = functools.cache(lambda outputs: compiled(dot_loop(self.products, outputs))[0])
 
-    def _gather(self, table: Elements, ids: Ids, out: Elements, column: int) -> None:
-        self._gather_from(*_rows(table, ids), *_records(out, column))
-
     def _scatter(self, table: Elements, ids: Ids, records: Elements, column: int) -> None:
-        self._put(*_rows(table, ids), *_records(records, column))
-
-    def _change(self, table: Elements, ids: Ids, old: Elements, out: Elements, column: int) -> None:
-        before, _ = _records(old, column)
-        base, places, count, scale, width = _rows(table, ids)
-        after, stride = _records(out, column)
-
-        def some(first: int, stop: int) -> None:
-            at = (before + first * stride, after + first * stride, stride)
-            self._differ(base, places + 8 * first, stop - first, scale, width, *at)
-
-        self._team.share(count, 3 * width, some)
+        width, first = table.shape[1] * table.itemsize, column * records.itemsize
+        rows = _address(table), _address(ids), ids.size, width, width
+        self._put(*rows, _address(records) + first, records.shape[1] * records.itemsize)
 
     def _gather_records(self, columns: Columns, ids: Ids, out: Words) -> None:
         pack, _ = self._of_records(columns.widths)
@@ -115,13 +102,12 @@ class Cpu(Kernels):
         self._drop(_address(ids), ids.size, _address(rows.seen))
 
     def _gather_rows(self, src: Words, offsets: Ids, out: Words) -> None:
-        self._gather_from(*_places(src, offsets, out), _address(out), 8 * out.shape[1])
+        base, places, count, scale, width = _places(src, offsets, out)
+        target = _address(out)
 
-    def _gather_from(
-        self, base: int, places: int, count: int, scale: int, width: int, out: int, stride: int
-    ) -> None:
         def some(first: int, stop: int) -> None:
-            self._copy(base, places + 8 * first, stop - first, scale, width, out + first * stride, stride)
+            at = target + first * width
+            self._copy(base, places + 8 * first, stop - first, scale, width, at, width)
 
         self._team.share(count, 2 * width, some)
 
@@ -197,15 +183,6 @@ def _apart(offsets: Ids, words: int) -> bool:
     return bool(np.all(offsets[1:] - offsets[:-1] >= words))
 
 
-def _rows(table: Elements, ids: Ids) -> tuple[int, int, int, int, int]:
-    width = table.shape[1] * table.itemsize
-    return _address(table), _address(ids), ids.size, width, width
-
-
-def _records(records: Elements, column: int) -> tuple[int, int]:
-    return _address(records) + column * records.itemsize, records.shape[1] * records.itemsize
-
-
 def _places(words: Words, offsets: Ids, rows: Words) -> tuple[int, int, int, int, int]:
     return _address(words), _address(offsets), offsets.size, 8, 8 * rows.shape[1]
 
@@ -246,22 +223,6 @@ def _move(name: str, unit: int, *, put: bool) -> Emitter:
 
         def act(at: Value, size: int) -> None:
             e.store(e.load(vector(size), e.make.add(source, at)), e.make.add(target, at))
-
-        e.pieces(width, unit, 1, act)
-    return e.end()
-
-
-def change_loop(unit: int) -> Emitter:
-    """(base, indices, count, scale, width, old, out, stride): out[i · stride ..] = row i XOR old[there]."""
-    e = Emitter("change", 8)
-    base, indices, count, scale, width, old, out, stride = e.arguments
-    with e.loop(count) as rows:
-        source = _row(e, base, indices, count, scale, width, rows.index, write=False)
-        before, target = e.place(old, rows.index, stride), e.place(out, rows.index, stride)
-
-        def act(at: Value, size: int) -> None:
-            new, was = (e.load(vector(size), e.make.add(start, at)) for start in (source, before))
-            e.store(e.make.xor(new, was), e.make.add(target, at))
 
         e.pieces(width, unit, 1, act)
     return e.end()

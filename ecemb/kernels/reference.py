@@ -13,9 +13,7 @@ from typing import ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ecemb.kernels.contract import POLYNOMIAL, Elements, Ids, Kernels, RowSet, Words
-
-from .contract import ROWS_PER_WORD
+from .contract import POLYNOMIAL, ROWS_PER_WORD, Columns, Elements, Ids, Kernels, RowSet, Words
 
 
 def product(weight: int, words: Words) -> Words:
@@ -52,18 +50,20 @@ class Reference(Kernels):
 
     name: ClassVar[str] = "reference"
 
-    def _gather(self, table: Elements, ids: Ids, out: Elements, column: int) -> None:
-        for i, row in enumerate(ids):
-            out[i, column : column + table.shape[1]] = table[row]
-
     def _scatter(self, table: Elements, ids: Ids, records: Elements, column: int) -> None:
         for i, row in enumerate(ids):
             table[row] = records[i, column : column + table.shape[1]]
 
-    def _change(self, table: Elements, ids: Ids, old: Elements, out: Elements, column: int) -> None:
-        for i, row in enumerate(ids):
-            end = column + table.shape[1]
-            out[i, column:end] = table[row] ^ old[i, column:end]
+    def _gather_records(self, columns: Columns, ids: Ids, out: Words) -> None:
+        out[:, -1:] = 0
+        for rows, first in columns.parts:
+            records = out.view(rows.dtype)
+            for i, row in enumerate(ids):
+                records[i, first : first + rows.shape[1]] = rows[row]
+
+    def _change_records(self, columns: Columns, ids: Ids, old: Words, out: Words) -> None:
+        self._gather_records(columns, ids, out)
+        out ^= old
 
     def _distinct(self, ids: Ids, rows: RowSet, out: Ids) -> int:
         return distinct(ids, rows, out)

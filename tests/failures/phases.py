@@ -527,9 +527,9 @@ def guard_optimizers() -> tuple[type[torch.optim.Optimizer], ...]:
 
 
 _HALVED = {
-    **dict.fromkeys(("_gather", "_scatter", "_gather_records"), (1, 2)),
+    **dict.fromkeys(("_scatter", "_gather_records"), (1, 2)),
     **dict.fromkeys(("_gather_rows", "_mul_add_rows"), (1, 2)),
-    **dict.fromkeys(("_change", "_change_records"), (1, 2, 3)),
+    "_change_records": (1, 2, 3),
     "_mul_add_block": (0, 1),
     "_dot": (0, 2),
 }

@@ -33,6 +33,7 @@ from ecemb.coding.placement import Placement
 from ecemb.coding.rows import WORD_BYTES, Column, TableLayout, arrange, cut, split
 from ecemb.errors import PeerFailure, StepFailed
 from ecemb.kernels import contract
+from ecemb.kernels.contract import Columns
 from ecemb.kernels.reference import Reference, product
 from ecemb.memory.arena import Arena
 from ecemb.memory.classify import Judgement, classify
@@ -125,17 +126,17 @@ def watched(moments: Moments) -> Iterator[None]:
 class Torn(Reference):
     """The reference kernels, in two halves with a moment before each."""
 
-    def _gather(self, table: Any, ids: Any, out: Any, column: int) -> None:
-        for part in halves(ids):
-            super()._gather(table, ids[part], out[part], column)
-
     def _scatter(self, table: Any, ids: Any, records: Any, column: int) -> None:
         for part in halves(ids):
             super()._scatter(table, ids[part], records[part], column)
 
-    def _change(self, table: Any, ids: Any, old: Any, out: Any, column: int) -> None:
+    def _gather_records(self, columns: Columns, ids: Any, out: Words) -> None:
         for part in halves(ids):
-            super()._change(table, ids[part], old[part], out[part], column)
+            super()._gather_records(columns, ids[part], out[part])
+
+    def _change_records(self, columns: Columns, ids: Any, old: Words, out: Words) -> None:
+        for part in halves(ids):
+            super()._change_records(columns, ids[part], old[part], out[part])
 
     def _gather_rows(self, src: Words, offsets: Any, out: Words) -> None:
         for part in halves(offsets):

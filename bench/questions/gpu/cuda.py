@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from bench.questions.gpu import triton_loops as loops
 from ecemb.errors import KernelUnavailable
-from ecemb.kernels.contract import POLYNOMIAL, Elements, Ids, Kernels, RowSet, Words
+from ecemb.kernels.contract import POLYNOMIAL, Columns, Elements, Ids, Kernels, RowSet, Words
 from ecemb.kernels.reference import distinct, forget_
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -229,22 +229,27 @@ class Cuda(Kernels):
                 "TRITON_INTERPRET=1 before the import, to try them slowly"
             )
 
-    def _gather(self, table: Elements, ids: Ids, out: Elements, column: int) -> None:
-        with _Reached() as reached:
-            part = reached.writes(out)[:, column : column + table.shape[1]]
-            copy_rows_(part, reached.reads(table), of=reached.reads(ids))
-
     def _scatter(self, table: Elements, ids: Ids, records: Elements, column: int) -> None:
         ids, records = _last(ids, records, 1)
         with _Reached() as reached:
             part = reached.reads(records)[:, column : column + table.shape[1]]
             copy_rows_(reached.writes(table), part, to=reached.reads(ids))
 
-    def _change(self, table: Elements, ids: Ids, old: Elements, out: Elements, column: int) -> None:
-        columns = slice(column, column + table.shape[1])
-        with _Reached() as reached:
-            parts = reached.writes(out)[:, columns], reached.reads(old)[:, columns]
-            differ_rows_(*parts, reached.reads(table), reached.reads(ids))
+    def _gather_records(self, columns: Columns, ids: Ids, out: Words) -> None:
+        out[:, -1:] = 0
+        for rows, first in columns.parts:
+            with _Reached() as reached:
+                part = reached.writes(out.view(rows.dtype))[:, first : first + rows.shape[1]]
+                copy_rows_(part, reached.reads(rows), of=reached.reads(ids))
+
+    def _change_records(self, columns: Columns, ids: Ids, old: Words, out: Words) -> None:
+        out[:, -1:] = 0
+        for rows, first in columns.parts:
+            at = slice(first, first + rows.shape[1])
+            with _Reached() as reached:
+                written = reached.writes(out.view(rows.dtype))[:, at]
+                was = reached.reads(old.view(rows.dtype))[:, at]
+                differ_rows_(written, was, reached.reads(rows), reached.reads(ids))
 
     def _distinct(self, ids: Ids, rows: RowSet, out: Ids) -> int:
         return distinct(ids, rows, out)  # the set is in host memory, and so are the ids

@@ -284,6 +284,7 @@ def single_kernels(scale: Scale, row_bytes: int, rng: np.random.Generator) -> li
     work = contract.get_kernels(OURS)
     flat = words(noise(rng, scale.table_bytes))
     table, record = flat.reshape(-1, width), words(noise(rng, count * row_bytes))
+    columns = contract.Columns(len(table), [(table, 0)])
     ids = rng.choice(len(table), count, replace=False).astype(np.int64)
     offsets = ids * width
     out, other = np.zeros_like(record), words(noise(rng, count * row_bytes))
@@ -306,10 +307,10 @@ def single_kernels(scale: Scale, row_bytes: int, rng: np.random.Generator) -> li
     added, product = placed.copy(), words(scaled(weight, record.view(np.uint8)))
     added[ids] ^= product.reshape(-1, width)
     operations: dict[str, tuple[dict[str, Call], Words, Words]] = {
-        "gather": ({OURS: lambda: work.gather(table, ids, outs, 0), "numpy": take}, out, picked),
+        "gather": ({OURS: lambda: work.gather_records(columns, ids, outs), "numpy": take}, out, picked),
         "gather_rows": ({OURS: lambda: work.gather_rows(flat, offsets, outs)}, out, picked),
         "change": (
-            {OURS: lambda: work.change(table, ids, others, outs, 0), "numpy": change},
+            {OURS: lambda: work.change_records(columns, ids, others, outs), "numpy": change},
             out,
             picked ^ other,
         ),
