@@ -109,24 +109,15 @@ class Emitter:
         """Repeats the block's instructions for an index from 0 up to, but not including, `stop`."""
         make = self.make
         first = (number(0), *carried)
-        below, after = (lambda i: make.icmp_signed("<", i, stop)), (lambda i: make.add(i, number(step)))
-        with self._repeat(first, below, after) as loop:
-            yield loop
-
-    @contextmanager
-    def _repeat(
-        self, first: Sequence[Value], goes_on: Callable[[Value], Value], step: Callable[[Value], Value]
-    ) -> Generator[Loop, None, None]:
-        make = self.make
         before, head, body, behind = make.block, *(make.append_basic_block() for _ in range(3))
         make.branch(head)
         make.position_at_end(head)
         phis = [make.phi(value.type) for value in first]
         loop = Loop(phis[0], phis[1:], [])
-        make.cbranch(goes_on(phis[0]), body, behind)
+        make.cbranch(make.icmp_signed("<", phis[0], stop), body, behind)
         make.position_at_end(body)
         yield loop
-        following = (step(phis[0]), *loop.following)
+        following = (make.add(phis[0], number(step)), *loop.following)
         for phi, value, then in zip(phis, first, following, strict=True):
             phi.add_incoming(value, before)
             phi.add_incoming(then, make.block)
