@@ -55,8 +55,8 @@ class Cpu(Kernels):
         self._weights, self._zero = _address(self._constants), _address(self._start)
         unit = self.products.vector_bytes
         self._copy, self._put, self._collect, self._drop, *adds = compiled(
-            copy_loop(unit),
-            put_loop(unit),
+            move_loop(unit, put=False),
+            move_loop(unit, put=True),
             distinct_loop(),
             forget_loop(),
             add_loop(unit, None),
@@ -67,7 +67,7 @@ class Cpu(Kernels):
         self._add, self._multiply, self._add_journalled, self._multiply_journalled = adds
         # Compiled at the first use: for the records that there are; and most processes never combine blocks.
         self._of_records = functools.cache(
-            lambda widths: compiled(pack_loop(unit, widths), differ_loop(unit, widths))
+            lambda widths: compiled(*(record_loop(unit, widths, changes=one) for one in (False, True)))
         )
         self._combine = functools.cache(lambda outputs: compiled(dot_loop(self.products, outputs))[0])
 
@@ -203,18 +203,12 @@ MOST_OUTPUTS: Final = 4
 """Sums that `dot` keeps in registers at the same time."""
 
 
-def copy_loop(unit: int) -> Emitter:
-    """(base, indices, count, scale, width, out, stride): out[i · stride ..] = row i, `width` bytes."""
-    return _move("copy", unit, put=False)
+def move_loop(unit: int, *, put: bool) -> Emitter:
+    """(base, indices, count, scale, width, records, stride): moves rows of `width` bytes.
 
-
-def put_loop(unit: int) -> Emitter:
-    """(base, indices, count, scale, width, records, stride): row i = records[i · stride ..]."""
-    return _move("put", unit, put=True)
-
-
-def _move(name: str, unit: int, *, put: bool) -> Emitter:
-    e = Emitter(name, 7)
+    With `put` row i = records[i · stride ..], otherwise the reverse.
+    """
+    e = Emitter("put" if put else "copy", 7)
     base, indices, count, scale, width, records, stride = e.arguments
     with e.loop(count) as rows:
         row = _row(e, base, indices, count, scale, width, rows.index, write=put)
@@ -228,22 +222,14 @@ def _move(name: str, unit: int, *, put: bool) -> Emitter:
     return e.end()
 
 
-def pack_loop(unit: int, widths: Sequence[int]) -> Emitter:
+def record_loop(unit: int, widths: Sequence[int], *, changes: bool) -> Emitter:
     """(columns, indices, count, out): out[i] = the record of row i, from columns of these widths.
 
-    `contract` are the addresses of their first rows, which follow each other without gaps; a record is padded
-    with zeros to words. The sizes are a part of the code, which takes half the time of `copy` for each.
+    `columns` are the addresses of their first rows, which follow each other without gaps; a record is padded
+    with zeros to words. With `changes` there is one more argument, old: out[i] = the record XOR old[i]. The
+    sizes are a part of the code, which takes half the time of `move_loop` for each column.
     """
-    return _record_loop("pack", unit, widths, changes=False)
-
-
-def differ_loop(unit: int, widths: Sequence[int]) -> Emitter:
-    """(columns, indices, count, out, old): out[i] = the record of row i, as in `pack`, XOR old[i]."""
-    return _record_loop("differ", unit, widths, changes=True)
-
-
-def _record_loop(name: str, unit: int, widths: Sequence[int], *, changes: bool) -> Emitter:
-    e = Emitter(name, 5 if changes else 4)
+    e = Emitter("differ" if changes else "pack", 5 if changes else 4)
     columns, indices, count, *outputs = e.arguments
     make = e.make
     starts = [e.word(columns, number(column)) for column in range(len(widths))]

@@ -22,8 +22,9 @@ def test_they_compile_for_it(monkeypatch: pytest.MonkeyPatch, processor: str) ->
     monkeypatch.setattr(cpu, "features", lambda: PROCESSORS[processor])
     written = [cpu.distinct_loop(), cpu.forget_loop()]
     for way in cpu.available():
-        written += [loop(way.vector_bytes) for loop in (cpu.copy_loop, cpu.put_loop)]
-        written += [loop(way.vector_bytes, (100, 4, 2000)) for loop in (cpu.pack_loop, cpu.differ_loop)]
+        unit = way.vector_bytes
+        written += [cpu.move_loop(unit, put=put) for put in (False, True)]
+        written += [cpu.record_loop(unit, (100, 4, 2000), changes=changes) for changes in (False, True)]
         written += [cpu.add_loop(way.vector_bytes, None), cpu.add_loop(way.vector_bytes, way)]
         written += [cpu.dot_loop(way, outputs) for outputs in range(1, cpu.MOST_OUTPUTS + 1)]
 
