@@ -20,7 +20,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -458,27 +458,6 @@ _SLOTS = {
 """Regions, each with its words."""
 
 
-class StateStore(Protocol):
-    """The place that `ReplicatedState` is saved to, and loaded from if its share is the whole."""
-
-    @property
-    def share(self) -> Share:
-        """The part of the state that is kept here."""
-        ...
-
-    def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
-        """Reserves uint8 [size_bytes] for a transaction's state, which is void until it is sealed."""
-        ...
-
-    def seal(self, transaction: int) -> None:
-        """Records that the state of `transaction` is complete."""
-        ...
-
-    def read(self, transaction: int) -> NDArray[np.uint8]:
-        """The state of a transaction, uint8, a view."""
-        ...
-
-
 class Slots:
     """The two versions of replicated state in an arena. Only the uncommitted one is written.
 
@@ -541,17 +520,21 @@ class StateCopy:
         self._memory = np.empty(0, np.uint8) if memory is None else memory
 
     def open(self, transaction: int, size_bytes: int) -> NDArray[np.uint8]:
-        """See `StateStore.open`."""
+        """See `Slots.open`."""
         if len(self._memory) != size_bytes:
             self._memory = np.empty(size_bytes, np.uint8)
         return self._memory
 
     def seal(self, transaction: int) -> None:
-        """See `StateStore.seal`."""
+        """See `Slots.seal`."""
 
     def read(self, transaction: int) -> NDArray[np.uint8]:
         """The state that was saved last."""
         return self._memory
+
+
+StateStore: TypeAlias = Slots | StateCopy
+"""The place that `ReplicatedState` is saved to, and loaded from if its share is the whole."""
 
 
 _SPARE = 1.125
