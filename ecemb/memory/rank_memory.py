@@ -14,6 +14,7 @@ Must not know: the network, the content of replicated state, how ranks agree on 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -570,16 +571,11 @@ class WindowBudget:
             used: bytes of the row journal after each step of the last window, ascending, not empty.
             held_bytes: of the process's own memory for a window.
         """
-        if self._fits(journal_bytes(used, wanted), held_bytes):
-            return wanted
-        low, high = 0, wanted  # fits, doesn't fit
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._fits(journal_bytes(used, middle), held_bytes):
-                low = middle
-            else:
-                high = middle
-        return max(1, low)
+
+        def is_too_long(steps: int) -> bool:
+            return not self._fits(journal_bytes(used, steps), held_bytes)
+
+        return max(1, bisect.bisect_left(range(1, wanted + 1), True, key=is_too_long))
 
     def _fits(self, size_bytes: float, held_bytes: int) -> bool:
         needed = 0.0
