@@ -529,6 +529,9 @@ class Backing:
         arena: just created; the regions are not reserved.
         names: of the regions.
         promise: of memory for all of them; ended here.
+
+    Attributes:
+        is_whole: whether all pages of all regions are backed.
     """
 
     def __init__(self, arena: Arena, names: Sequence[str], promise: Promise) -> None:
@@ -539,12 +542,7 @@ class Backing:
             name: np.zeros(len(headers.memory_pages(arena.offset(name), len(arena.region(name)))), np.bool_)
             for name in names
         }
-        self._is_whole = False
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all pages of all regions are backed."""
-        return self._is_whole
+        self.is_whole: bool = False
 
     def has(self, name: str, starts: Ids, size_bytes: int) -> NDArray[np.bool_]:
         """Of which runs of a region's bytes some page is backed.
@@ -571,7 +569,7 @@ class Backing:
         Raises:
             NotEnoughSpace: there is no memory any more for what was promised; nothing else has changed.
         """
-        if self._is_whole:
+        if self.is_whole:
             return
         backed, (pages, _) = self._backed[name], self._pages(name, starts, size_bytes)
         if len(lacking := pages[~backed[pages]]):
@@ -585,13 +583,13 @@ class Backing:
         Raises:
             NotEnoughSpace: there is no memory any more for what was promised.
         """
-        if self._is_whole:
+        if self.is_whole:
             return
         with self._lock:
             for name, backed in self._backed.items():
                 self._back(name, np.flatnonzero(~backed))
                 self._arena.mark_backed(name)
-            self._is_whole = True
+            self.is_whole = True
         self._promise.end()
 
     def _back(self, name: str, pages: Ids) -> None:
