@@ -87,18 +87,17 @@ class Arena:
         as lost. On an error the file is removed.
 
         Args:
-            directory: a `Directory` of the same job.
+            directory: a `Directory` of the constants' job.
             constants: the constant part of the header; `arena_id` is new (`new_arena_id()`).
-            reserve: region -> bytes to back by memory at once.
+            reserve: region of the constants -> bytes to back by memory at once.
             state: INIT or REBUILDING.
 
         Raises:
-            ConfigurationError: the arguments contradict each other.
+            ConfigurationError: there is an arena of this id.
             NotEnoughSpace: the mount, the machine or the limit of a cgroup leaves too little.
             ArenaInsecure: as for `Directory`.
             ArenaBusy: another process took the new file, or is stuck while it reserves memory.
         """
-        _check_creation(directory, constants, reserve, state)
         path = directory.path / f"{constants.arena_id}{_SUFFIX}"
         try:
             fd = directory.make(path.name)
@@ -420,17 +419,6 @@ class Arena:
                 f"tables, in the parent"
             )
         return UsageError(f"the arena {self.path} is closed in this process; attach to it again")
-
-
-def _check_creation(
-    directory: Folder, constants: Constants, reserve: Mapping[str, int], state: State
-) -> None:
-    if constants.job != directory.job:
-        raise ConfigurationError(f"an arena of job {constants.job!r} can't be made in {directory.path}")
-    if state not in (State.INIT, State.REBUILDING):
-        raise ConfigurationError(f"a new arena has to be INIT or REBUILDING, not {state!r}")
-    if unknown := set(reserve) - {name for name, _ in constants.regions}:
-        raise ConfigurationError(f"reserve names regions that don't exist: {sorted(unknown)}")
 
 
 def _check_capacity(path: Path, name: str, size_bytes: int, capacity: int) -> None:

@@ -125,21 +125,6 @@ class TestCreate:
             os.umask(before)
         assert arena.path.stat().st_mode & 0o777 == 0o600
 
-    @pytest.mark.parametrize(
-        ("changes", "options", "match"),
-        [
-            ({"job": "other"}, {}, "job 'other'"),
-            ({}, {"state": State.LIVE}, "INIT or REBUILDING"),
-            ({}, {"reserve": {"rows": 1, "rwos": 1}}, "rwos"),
-        ],
-    )
-    def test_what_does_not_fit_is_refused(
-        self, directory: Directory, changes: dict, options: dict, match: str
-    ) -> None:
-        with pytest.raises(ConfigurationError, match=match):
-            Arena.create(directory, constants(**changes), **{"reserve": {}, **options})
-        assert not list(directory.path.iterdir())
-
     def test_an_id_is_used_once(self, directory: Directory, left: Path) -> None:
         before = head(left, 1 << 16)
         with pytest.raises(ConfigurationError, match="new_arena_id"):
