@@ -35,10 +35,9 @@ from numpy.typing import NDArray
 from ..errors import ArenaDamaged, ArenaError, ConfigurationError, NotEnoughSpace, UsageError
 from . import capacity, private_files
 from . import header as headers
-from .header import RESERVED, WORDS, Constants, Found, Header, State, Word
+from .header import RESERVED, SUFFIX, WORDS, Constants, Found, Header, State, Word
 from .private_files import Folder
 
-_SUFFIX = ".arena"
 _GROWTH_BYTES = 1 << 20
 _INDEX = {word: index for index, word in enumerate(WORDS)}
 
@@ -98,7 +97,7 @@ class Arena:
             ArenaInsecure: as for `Directory`.
             ArenaBusy: another process took the new file, or is stuck while it reserves memory.
         """
-        path = directory.path / f"{constants.arena_id}{_SUFFIX}"
+        path = directory.path / f"{constants.arena_id}{SUFFIX}"
         try:
             fd = directory.make(path.name)
         except FileExistsError:

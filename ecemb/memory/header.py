@@ -31,6 +31,8 @@ from typing import Any
 
 from ..errors import ArenaDamaged, ArenaIncompatible, ConfigurationError
 
+SUFFIX = ".arena"
+"""Of the name of an arena's file."""
 MAGIC = b"ecembARN"
 FORMAT = 6
 NONE = -1

@@ -25,13 +25,11 @@ from pathlib import Path
 from ..errors import ArenaBusy, ArenaDamaged, ArenaIncompatible, ArenaInsecure, ConfigurationError, EcembError
 from . import header as headers
 from . import private_files
-from .header import Found, State, Word
+from .header import SUFFIX, Found, State, Word
 from .private_files import Folder
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
-
-SUFFIX = ".arena"
 _USUAL = Path("/dev/shm")
 _POLL_S = 0.02
 _PATIENCE_S = 3.0  # killed processes are gone by then
