@@ -390,10 +390,8 @@ def load(fd: int, path: Path) -> tuple[Constants, int, dict[Word, int]]:
         if os.fstat(fd).st_size < total_bytes:
             raise ArenaDamaged(f"it has {os.fstat(fd).st_size} bytes and should have {total_bytes}")
         snapshot(constants, words)
-    except ArenaDamaged as error:
-        raise ArenaDamaged(f"{path}: {error}") from error
-    except ArenaIncompatible as error:
-        raise ArenaIncompatible(f"{path}: {error}") from error
+    except (ArenaDamaged, ArenaIncompatible) as error:
+        raise type(error)(f"{path}: {error}") from error
     return constants, length, words
 
 
