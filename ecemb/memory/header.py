@@ -199,7 +199,7 @@ class Constants(Identity):
 
     def encode(self) -> bytes:
         """Canonical JSON: equal constants give equal bytes. ConfigurationError: no arena can hold it."""
-        payload = _canonical(dataclasses.asdict(self)).encode("ascii")
+        payload = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":")).encode("ascii")
         if (size := len(payload)) > MAX_CONSTANTS_BYTES:
             what = f"the tables' description takes {size} bytes of at most {MAX_CONSTANTS_BYTES}"
             raise ConfigurationError(f"{what}: protect fewer tables, or fewer shards of them")
@@ -444,10 +444,6 @@ def _constants(fields: dict[str, Any]) -> Constants:
 def _require_type(kind: type, values: Sequence[object]) -> None:
     if other := [value for value in values if type(value) is not kind]:
         raise TypeError(f"{other[0]!r} is no {kind.__name__}")
-
-
-def _canonical(fields: dict[str, Any]) -> str:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
 def _checksum(payload: bytes) -> bytes:
