@@ -512,7 +512,8 @@ class Inbox:
         end = self._front
         for sender, size in sizes.items():
             places[sender], end = (end, size), end + size
-        words = self._reserved(end)
+        self._arena.reserve("inbox", end * WORD_BYTES)
+        words = self._arena.region("inbox")[: end * WORD_BYTES].view(np.uint64)
         words.view(np.int64)[: self._front] = [number for place in places.values() for number in place]
         self._arena.set(Word.INBOX_BYTES, end * WORD_BYTES)
         return {sender: words[at : at + size] for sender, (at, size) in places.items() if size}
@@ -532,8 +533,7 @@ class Inbox:
                 f"transaction {transaction} is prepared, but the inbox holds {label}: no failure leaves "
                 f"this behind; the arena's memory is damaged. {self._arena.way_out}"
             )
-        used = self._arena.filled("inbox", Word.INBOX_BYTES)
-        words = used[: len(used) // WORD_BYTES * WORD_BYTES].view(np.uint64)
+        words = _words(self._arena, "inbox", Word.INBOX_BYTES)
         numbers = words.view(np.int64)[: self._front].tolist()
         places = list(zip(numbers[::2], numbers[1::2], strict=False))
         if len(places) < len(self._senders) or not all(
@@ -549,11 +549,6 @@ class Inbox:
             for section in sections(words[at : at + size], self._r)
             for delta in unpack(section)
         ]
-
-    def _reserved(self, words: int) -> Words:
-        size_bytes = words * WORD_BYTES
-        self._arena.reserve("inbox", size_bytes)
-        return self._arena.region("inbox")[:size_bytes].view(np.uint64)
 
 
 class ParityJournal:
