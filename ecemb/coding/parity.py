@@ -82,12 +82,6 @@ def size_words(records: int, width: int) -> int:
     return HEAD_WORDS + records * (1 + width)
 
 
-def place(part: Words, words: Words) -> int:
-    """The word of `words` at which a view of it begins."""
-    first, start = (one.__array_interface__["data"][0] for one in (part, words))
-    return (first - start) // words.itemsize
-
-
 def write_heads_(words: Words, edges: Sequence[int], r: int) -> None:
     """Writes the head of each section.
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..coding.parity import Delta, Received, Scratch, blank, place, sections, size_words, unpack, write_heads_
+from ..coding.parity import Delta, Received, Scratch, blank, sections, size_words, unpack, write_heads_
 from ..coding.rows import WORD_BYTES, RowSpace
 from ..errors import EcembError, InconsistentArenas, NotEnoughSpace, StepFailed
 from ..kernels.contract import Ids, Kernels, RowSet, Words
@@ -63,7 +63,8 @@ class Saved:
 
     def place(self, records: Words) -> int:
         """The word at which the records of a chunk begin."""
-        return place(records, self.words)
+        first, start = (one.__array_interface__["data"][0] for one in (records, self.words))
+        return (first - start) // WORD_BYTES
 
     def find(self, table: int, ids: Ids, width: int) -> Ids:
         """The word at which the old record of each row begins; -1 for a row that isn't there.
