@@ -113,13 +113,12 @@ class Outbox:
         kernels: Kernels,
         saved: Saved,
         scratch: Scratch,
-        newer: Callable[[], Saved | None] = lambda: None,
-        lock: threading.Lock | None = None,
-        *,
-        head: int = 0,
+        newer: Callable[[], Saved | None],
+        lock: threading.Lock,
+        head: int,
     ) -> None:
         self._space, self._kernels, self._saved, self._scratch = space, kernels, saved, scratch
-        self._newer, self._lock = newer, lock or threading.Lock()
+        self._newer, self._lock = newer, lock
         self.words: Words = scratch.room(0)
         self.edges: list[int] = [0] * len(space.bounds)
         self._head = head
@@ -245,7 +244,7 @@ class RowJournal:
         space: the rank's rows; read by `capture`, overwritten by `undo`.
         kernels: copy and compare rows.
         region: one of `ROW_JOURNALS`.
-        ahead: makes memory ready before it is needed; None leaves that to the rows that need it.
+        prefault: makes memory ready before it is needed.
         lock: shared by the journals of a rank: held while rows are captured or undone, and while another
             thread reads rows.
     """
@@ -255,12 +254,12 @@ class RowJournal:
         arena: Arena,
         space: RowSpace,
         kernels: Kernels,
-        region: str = "row_journal",
-        prefault: Prefault | None = None,
-        lock: threading.Lock | None = None,
+        region: str,
+        prefault: Prefault,
+        lock: threading.Lock,
     ) -> None:
         self._arena = arena
-        self._lock = lock or threading.Lock()
+        self._lock = lock
         self._prefault = prefault
         self._steps_left, self._ends = 0, list[int]()
         self._region = region
@@ -313,8 +312,7 @@ class RowJournal:
             self._arena.set(self._label, transaction)
             self._drop()
         self._steps_left, self._ends = steps, []
-        if self._prefault is not None:
-            self._prefault.ask(self._region, max(likely_bytes, self._arena.reserved(self._region)))
+        self._prefault.ask(self._region, max(likely_bytes, self._arena.reserved(self._region)))
 
     def extend(self, transaction: int) -> None:
         """Adds a step to the transaction, under a new, higher label.
@@ -331,10 +329,7 @@ class RowJournal:
         step = used - (self._ends[-1] if self._ends else 0)
         self._ends.append(used)
         self._steps_left = max(1, self._steps_left - 1)
-        if (
-            self._prefault is not None
-            and self._prefault.ready(self._region) < used + min(_SOON_STEPS, self._steps_left) * step
-        ):
+        if self._prefault.ready(self._region) < used + min(_SOON_STEPS, self._steps_left) * step:
             self._prefault.ask(self._region, used + min(_FAR_STEPS, self._steps_left) * step)
 
     def _drop(self) -> None:
@@ -425,7 +420,7 @@ class RowJournal:
         def since() -> Saved | None:
             return None if newer is None or newer.label <= transaction else newer.saved()
 
-        return Outbox(self._space, self._kernels, self.saved(), scratch, since, self._lock, head=head)
+        return Outbox(self._space, self._kernels, self.saved(), scratch, since, self._lock, head)
 
     def saved(self) -> Saved:
         """The old records of all captured rows, as they are now. Who reads them later holds the lock."""

@@ -19,7 +19,7 @@ from ecemb.engines.contract import all_rows
 from ecemb.errors import InconsistentArenas, NotEnoughSpace, StepFailed
 from ecemb.kernels import contract
 from ecemb.memory.arena import Arena
-from ecemb.memory.journal import RowJournal
+from ecemb.memory.journal import Prefault, RowJournal
 from ecemb.memory.rank_memory import RankMemory
 from support.simulation import Killed, Moments, Torn, alone, watched
 
@@ -57,9 +57,10 @@ def everything(space: RowSpace) -> Words:
     return space.read(0, space.words)
 
 
-def another_process(memory: RankMemory) -> RowJournal:
+def another_process(memory: RankMemory, kernels: contract.Kernels | None = None) -> RowJournal:
     """The journal as a restarted worker sees it: only what the arena holds."""
-    return RowJournal(memory.arena, memory.space, contract.get_kernels("reference"))
+    work, ahead = kernels or contract.get_kernels("reference"), Prefault(memory.arena)
+    return RowJournal(memory.arena, memory.space, work, "row_journal", ahead, threading.Lock())
 
 
 def changes(journal: RowJournal) -> tuple[Words, list[int]]:
@@ -233,7 +234,7 @@ def test_a_capture_that_is_cut_off_leaves_only_whole_entries(memory: RankMemory,
     for end in range(1, 12):
         memory.space.write_(0, before)
         moments = Moments({0: end})
-        journal = RowJournal(memory.arena, memory.space, Torn())
+        journal = another_process(memory, Torn())
 
         def step(journal: RowJournal = journal) -> None:
             try:

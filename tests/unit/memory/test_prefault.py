@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -126,7 +127,8 @@ def test_the_other_journal_is_ready_for_as_much_as_this_one_took(memory: RankMem
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 def test_a_new_transaction_saves_every_row_again(memory: RankMemory, rows: int, kernels: str) -> None:
     """However many the last one saved: few are taken out of the set one by one, many all at once."""
-    saved = RowJournal(memory.arena, memory.space, get_kernels(kernels))
+    work, ahead = get_kernels(kernels), Prefault(memory.arena)
+    saved = RowJournal(memory.arena, memory.space, work, "row_journal", ahead, threading.Lock())
     for transaction in (1, 2, 3):
         saved.arm(transaction)
         for part in np.array_split(np.arange(rows), 3):
