@@ -152,26 +152,20 @@ class Cpu(Kernels):
             self._multiply(*arguments, self._weights + int(weight) * self._constants.shape[1])
 
     def _dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None:
-        sources = np.array([_address(block) for block in blocks], np.int64)
         for row in range(0, len(outs), MOST_OUTPUTS):
-            targets = np.array([_address(out) for out in outs[row : row + MOST_OUTPUTS]], np.int64)
-            constants = self._constants[weights[row : row + len(targets)]]
-            some = functools.partial(_combine, self._combine(len(targets)), sources, constants, targets)
-            self._team.share(outs[0].size, 8 * (len(blocks) + len(targets)), some)
+            end = row + MOST_OUTPUTS
+            self._dot_to_few(blocks, weights[row:end], outs[row:end])
 
+    def _dot_to_few(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None:
+        combine, constants = self._combine(len(outs)), self._constants[weights]
+        sources, targets = (np.array([_address(one) for one in many], np.int64) for many in (blocks, outs))
+        arguments = _address(constants), constants.shape[-1], len(blocks)
 
-def _combine(
-    combine: Callable[..., int],
-    sources: Ids,
-    constants: NDArray[np.uint8],
-    targets: Ids,
-    first: int,
-    stop: int,
-) -> None:
-    """`dot` for words first..stop-1."""
-    sources, targets = sources + 8 * first, targets + 8 * first
-    sizes = constants.shape[-1], len(sources)
-    combine(_address(sources), _address(constants), *sizes, _address(targets), 8 * (stop - first))
+        def some(first: int, stop: int) -> None:
+            starts, ends = sources + 8 * first, targets + 8 * first
+            combine(_address(starts), *arguments, _address(ends), 8 * (stop - first))
+
+        self._team.share(outs[0].size, 8 * (len(blocks) + len(outs)), some)
 
 
 def _address(array: NDArray[Any]) -> int:
