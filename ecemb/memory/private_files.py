@@ -275,13 +275,9 @@ def _open_top(arena_dir: Path) -> int:
         raise ConfigurationError(
             f"arena_dir {arena_dir} is not an existing folder; create it, or pass another"
         ) from None
-    except PermissionError:
-        raise ConfigurationError(
-            f"arena_dir {arena_dir} can't be read by user {os.geteuid()}; pass another"
-        ) from None
     except OSError as error:
         raise ConfigurationError(
-            f"arena_dir {arena_dir} can't be opened: {error.strerror}; pass another"
+            f"arena_dir {arena_dir} can't be opened by user {os.geteuid()}: {error.strerror}; pass another"
         ) from None
     try:
         _check_above(os.fstat(fd), arena_dir, _insecure_top)

@@ -153,7 +153,7 @@ def test_arena_dir_must_exist(tmp_path: Path) -> None:
             Directory(tmp_path / name, "ctr", "a")
 
 
-@pytest.mark.parametrize(("call", "match"), [("mkdir", "can't be created"), ("open", "can't be read")])
+@pytest.mark.parametrize(("call", "match"), [("mkdir", "can't be created"), ("open", "can't be opened")])
 @pytest.mark.parametrize("reason", [errno.EACCES, errno.EPERM])
 def test_arena_dir_must_be_ours_to_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, match: str, reason: int
