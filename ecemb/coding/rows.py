@@ -257,32 +257,8 @@ class Table:
             rows[start : start + len(records)] = part
 
 
-def cut(layouts: Sequence[TableLayout], k: int) -> tuple[int, ...]:
-    """Cuts a row space into k blocks at record boundaries.
-
-    Args:
-        layouts: the rank's tables in the order of their addresses.
-        k: number of data blocks of the code.
-
-    Returns:
-        k + 1 word addresses, from 0 to the row space's length; block i is [cut[i], cut[i+1]).
-    """
-    bases = np.cumsum([0] + [layout.words for layout in layouts]).tolist()
-    total = bases[-1]
-    bounds = [0]
-    for i in range(1, k):
-        goal = total * i // k
-        at = goal
-        for layout, base in zip(layouts, bases, strict=False):
-            if base <= goal < base + layout.words:
-                width = layout.record_words
-                at = base + (goal - base + width // 2) // width * width
-        bounds.append(max(at, bounds[-1]))
-    return (*bounds, total)
-
-
 class Addresses:
-    """The meaning of the words of a rank's row space.
+    """The meaning of the words of a rank's row space, cut into k blocks at record boundaries.
 
     It follows from layouts alone, so any rank can compute it for any other.
 
@@ -298,7 +274,17 @@ class Addresses:
     def __init__(self, layouts: Sequence[TableLayout], k: int) -> None:
         self._layouts = list(layouts)
         self.bases: list[int] = np.cumsum([0] + [layout.words for layout in layouts]).tolist()
-        self.bounds: tuple[int, ...] = cut(layouts, k)
+        total = self.bases[-1]
+        bounds = [0]
+        for i in range(1, k):
+            goal = total * i // k
+            at = goal
+            for layout, base in zip(layouts, self.bases, strict=False):
+                if base <= goal < base + layout.words:
+                    width = layout.record_words
+                    at = base + (goal - base + width // 2) // width * width
+            bounds.append(max(at, bounds[-1]))
+        self.bounds: tuple[int, ...] = (*bounds, total)
 
     def mask(self, block: int, offsets: Ids) -> Words:
         """The bits of words that belong to rows. The others are padding, or beyond the block's end.
@@ -350,8 +336,8 @@ class NamedTable:
     edges: list[int]
 
 
-class RowSpace:
-    """A rank's tables in one address space of 8-byte words, cut into the code's k data blocks.
+class RowSpace(Addresses):
+    """The addresses of a rank's rows, with the tables that are there.
 
     Args:
         tables: the rank's tables, in the order of their addresses.
@@ -361,8 +347,6 @@ class RowSpace:
     Attributes:
         tables: as the rank has them.
         named: as their rows are captured. Those that are their own owners have each row once.
-        bases: the first word of each table, and the end of the last one.
-        bounds: k + 1 words; block i is [bounds[i], bounds[i+1]).
         words: number of all words.
     """
 
@@ -373,9 +357,7 @@ class RowSpace:
                 f"tables need distinct names; the names are {names}: rename one in tables="
             )
         self.tables: list[Table] = list(tables)
-        addresses = Addresses([table.layout for table in tables], k)
-        self.bases: list[int] = addresses.bases
-        self.bounds: tuple[int, ...] = addresses.bounds
+        super().__init__([table.layout for table in tables], k)
         self.words: int = self.bases[-1]
         self.named: list[NamedTable] = list(self._named(named or tables))
 

@@ -33,7 +33,7 @@ from ..checkpoint.interface import CheckpointReader, CheckpointWriter, Stored
 from ..checkpoint.transfer import Sources, Taking, Transfer, examine, refusal
 from ..coding.parity import parity_words
 from ..coding.placement import ALIGN_BYTES, Placement, Share
-from ..coding.rows import WORD_BYTES, TableLayout, cut
+from ..coding.rows import WORD_BYTES, Addresses, TableLayout
 from ..engines.contract import EngineTable
 from ..engines.discover import check_alike
 from ..errors import (
@@ -196,7 +196,7 @@ def negotiate(
         taking = check_transfer(request, transport, shards, everywhere)
     room_bytes = _rank_state_room(history, plan, old, stored, proposals)
     layouts = [one.layouts(room_bytes) for one in proposals]
-    bounds = [cut(of_rank, request.code.k) for of_rank in layouts]
+    bounds = [Addresses(of_rank, request.code.k).bounds for of_rank in layouts]
     block_words = tuple(tuple(np.diff(bound).tolist()) for bound in bounds)
     _compare_plans(transport, [plan, recovery], placement)
     lineage = _lineage(history, stored, proposals)

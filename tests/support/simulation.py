@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from ecemb.coding.code import Code
 from ecemb.coding.parity import Delta, blank, class_words, parity_words, size_words
 from ecemb.coding.placement import Placement
-from ecemb.coding.rows import WORD_BYTES, Column, TableLayout, arrange, cut, split
+from ecemb.coding.rows import WORD_BYTES, Addresses, Column, TableLayout, arrange, split
 from ecemb.errors import PeerFailure, StepFailed
 from ecemb.kernels import contract
 from ecemb.kernels.contract import Columns
@@ -332,7 +332,8 @@ class Job:
     @functools.cached_property
     def block_words(self) -> tuple[tuple[int, ...], ...]:
         k = self.placement.k
-        return tuple(tuple(np.diff(cut(self.layouts(rank), k)).tolist()) for rank in range(self.size))
+        bounds = [Addresses(self.layouts(rank), k).bounds for rank in range(self.size)]
+        return tuple(tuple(np.diff(edges).tolist()) for edges in bounds)
 
     @functools.cached_property
     def geometry(self) -> Geometry:

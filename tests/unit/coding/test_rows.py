@@ -17,12 +17,12 @@ from ecemb.coding.rows import (
     ALIGN_BYTES,
     SPLIT_BYTES,
     WORD_BYTES,
+    Addresses,
     Column,
     RowSpace,
     Table,
     TableLayout,
     arrange,
-    cut,
     joined,
     split,
 )
@@ -280,7 +280,7 @@ def spaces(draw: st.DrawFn) -> tuple[list[TableLayout], int]:
 @given(spaces())
 def test_blocks_are_cut_at_records_and_nearly_even(case: tuple[list[TableLayout], int]) -> None:
     layouts, k = case
-    bounds = cut(layouts, k)
+    bounds = Addresses(layouts, k).bounds
     total = sum(table.words for table in layouts)
     starts = {total}
     at = 0
@@ -299,7 +299,7 @@ def test_blocks_are_cut_at_records_and_nearly_even(case: tuple[list[TableLayout]
 
 
 def test_fewer_records_than_blocks_leave_blocks_empty() -> None:
-    bounds = cut([layout("a", 1, 800)], 4)
+    bounds = Addresses([layout("a", 1, 800)], 4).bounds
     assert bounds[0] == 0
     assert bounds[-1] == 100
     assert set(bounds) == {0, 100}
