@@ -603,10 +603,7 @@ def with_owed(used: Sequence[int], owed_bytes: int) -> list[int]:
         used: as of `WindowBudget.steps`.
         owed_bytes: what the end adds.
     """
-    return [
-        size + math.ceil(owed_bytes * math.sqrt((i + 1) / len(used))) if owed_bytes else size
-        for i, size in enumerate(used)
-    ]
+    return [size + math.ceil(owed_bytes * math.sqrt((i + 1) / len(used))) for i, size in enumerate(used)]
 
 
 def journal_bytes(used: Sequence[int], steps: int) -> float:
