@@ -32,9 +32,6 @@ Words: TypeAlias = NDArray[np.uint64]
 Ids: TypeAlias = NDArray[np.int64]
 Elements: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
-
-__all__ = ["NAMES", "POLYNOMIAL", "Columns", "Elements", "Ids", "Kernels", "RowSet", "Words", "get_kernels"]
-
 POLYNOMIAL: Final = 0x11D
 """The field polynomial of GF(2^8) that the products use: x^8 + x^4 + x^3 + x^2 + 1."""
 
