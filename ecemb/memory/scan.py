@@ -12,7 +12,6 @@ Must not know the content of regions, nor the job's processes; never imports tor
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -330,8 +329,6 @@ def _locked(place: Folder) -> int | None:
 def _locks(fd: int, kind: int) -> bool:
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise
+    except BlockingIOError:
         return False
     return True
