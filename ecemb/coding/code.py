@@ -81,8 +81,7 @@ def _inverse(matrix: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
         if candidates.size == 0:
             return None
         pivot = column + int(candidates[0])
-        if pivot != column:
-            work[[column, pivot]] = work[[pivot, column]]
+        work[[column, pivot]] = work[[pivot, column]]
         work[column] = multiply(work[column], reciprocal(work[column, column : column + 1]))
         factors = work[:, column].copy()
         factors[column] = 0
