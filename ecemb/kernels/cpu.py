@@ -505,12 +505,10 @@ class Products:
 def available() -> list[Products]:
     """Returns the ways that this processor supports, fastest first."""
     has = features()
-    wide = {64} if "avx512bw" in has else set[int]()
-    wide |= {32} if "avx2" in has else set[int]()
-    sizes = sorted(wide, reverse=True)
+    sizes = [size for size, feature in ((64, "avx512bw"), (32, "avx2")) if feature in has]
     found = [Products("affine", size) for size in sizes if "gfni" in has]
     found += [Products("shuffle", size) for size in (*sizes, 16) if "ssse3" in has]
-    return [*found, Products("planes", max(wide, default=16))]
+    return [*found, Products("planes", max(sizes, default=16))]
 
 
 def _repeated(emitter: Emitter, address: Value, given: int, size: int) -> Value:
