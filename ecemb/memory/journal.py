@@ -277,14 +277,9 @@ class RowJournal:
         return self._arena.get(self._label)
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of old records, of the transaction that the label says."""
-        return self._arena.get(self._bytes)
-
-    @property
     def used_by_step(self) -> list[int]:
         """Bytes of old records after each step of the transaction, the last of which may be open."""
-        return [*self._ends, self.used_bytes]
+        return [*self._ends, self._arena.get(self._bytes)]
 
     @property
     def likely_bytes(self) -> int:

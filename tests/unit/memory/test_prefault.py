@@ -105,19 +105,20 @@ def test_a_window_asks_for_its_next_steps_before_it_needs_them(memory: RankMemor
         if step:
             memory.journal.extend(1 + step)
             memory._prefault.wait()
-            assert memory._prefault.ready("row_journal") >= memory.journal.used_bytes + per_step * ROW_BYTES
+            used = memory.journal.used_by_step[-1]
+            assert memory._prefault.ready("row_journal") >= used + per_step * ROW_BYTES
         grown.append(memory.arena.reserved("row_journal"))
         memory.journal.capture(0, np.array(rows[step * per_step : (step + 1) * per_step]))
         if step:
             assert memory.arena.reserved("row_journal") == grown[-1], "rows had to wait for memory"
-    assert grown[-1] <= memory.journal.used_bytes + (1 << 20)
+    assert grown[-1] <= memory.journal.used_by_step[-1] + (1 << 20)
     assert len(set(grown)) < 5, "it grows in large steps"
 
 
 def test_the_other_journal_is_ready_for_as_much_as_this_one_took(memory: RankMemory) -> None:
     memory.arm(1)
     memory.journal.capture(0, np.arange(0, ROWS, 2))
-    taken = memory.journal.used_bytes
+    taken = memory.journal.used_by_step[-1]
     memory.arm(2)  # the first is undecided
     memory._prefault.wait()
     assert memory._prefault.ready("next_journal") >= taken

@@ -12,6 +12,7 @@ import pytest
 
 from ecemb.coding.rows import Column, TableLayout
 from ecemb.memory import private_files, rank_memory
+from ecemb.memory.header import Word
 from ecemb.memory.rank_memory import RankMemory, WindowBudget, journal_bytes, with_owed
 from support.simulation import alone
 
@@ -101,7 +102,7 @@ def test_a_journal_knows_what_its_steps_took(memory: RankMemory) -> None:
             memory.journal.extend(1 + step)
         memory.journal.capture(0, np.arange(100 * step, 100 * step + rows))
     first, second, third = memory.journal.used_by_step
-    assert 0 < first < second == third == memory.journal.used_bytes
+    assert 0 < first < second == third == memory.arena.get(Word.ROWS_BYTES)
     assert memory.window_room(50, overlap=True) == 50
     assert memory.has_room_for_all(overlap=False)
     memory.arm(4)
