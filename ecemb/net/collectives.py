@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -395,21 +395,6 @@ class Transport(Waits):
 MOST_ROUNDS = 32
 
 
-class Wires(Protocol):
-    """What carries notes, such as a `Transport`. A note is found by its sender and its tag."""
-
-    rank: int
-    world_size: int
-
-    def send_note(self, words: Words, to: int, what: str, tag: int) -> None:
-        """Sends, and waits for no receiver."""
-        ...
-
-    def receive_note(self, out: Words, source: int, what: str, tag: int) -> None:
-        """Waits for a note, also once more for the same one."""
-        ...
-
-
 class Dissemination:
     """One dissemination on this rank.
 
@@ -418,7 +403,7 @@ class Dissemination:
     rounds early, and that ends the other ranks too.
 
     Args:
-        wires: the notes' carrier.
+        transport: carries the notes.
         tag: of round 0; round j has `tag` + j.
         fold: (own, received) -> folded, a new array; associative, commutative and idempotent.
         is_last: whether a received value ends this rank's rounds: it is sent on in all later ones, and no
@@ -431,14 +416,14 @@ class Dissemination:
 
     def __init__(
         self,
-        wires: Wires,
+        transport: Transport,
         tag: int,
         fold: Callable[[Ints, Ints], Ints],
         is_last: Callable[[Ints], bool],
     ) -> None:
         self.is_over: bool = False
         self.value = np.zeros(0, np.int64)
-        self._wires, self._tag, self._fold, self._is_last = wires, tag, fold, is_last
+        self._transport, self._tag, self._fold, self._is_last = transport, tag, fold, is_last
         self._round = self._sent = 0
 
     def run(self, value: Ints, what: str) -> None:
@@ -457,16 +442,17 @@ class Dissemination:
 
     def _proceed(self, what: str) -> None:
         """From where an interruption left off; a note that is sent twice does no harm."""
-        wires, received = self._wires, np.zeros_like(self.value)
-        while not self.is_over and self._round < rounds(wires.world_size):
+        transport, received = self._transport, np.zeros_like(self.value)
+        rank, size = transport.rank, transport.world_size
+        while not self.is_over and self._round < rounds(size):
             step, tag = 1 << self._round, self._tag + self._round
             if self._sent == self._round:
-                wires.send_note(self.value.view(np.uint64), (wires.rank + step) % wires.world_size, what, tag)
+                transport.send_note(self.value.view(np.uint64), (rank + step) % size, what, tag)
                 self._sent += 1
-            wires.receive_note(received.view(np.uint64), (wires.rank - step) % wires.world_size, what, tag)
+            transport.receive_note(received.view(np.uint64), (rank - step) % size, what, tag)
             if self._is_last(received):
                 self.value = received
-                say(wires, self._tag, received, range(self._round + 1, rounds(wires.world_size)))
+                say(transport, self._tag, received, range(self._round + 1, rounds(size)))
                 break
             self.value, self._round = self._fold(self.value, received), self._round + 1
         self.is_over = True
@@ -477,18 +463,18 @@ def rounds(world_size: int) -> int:
     return (world_size - 1).bit_length()
 
 
-def say(wires: Wires, tag: int, value: Ints, only: Iterable[int] | None = None) -> None:
+def say(transport: Transport, tag: int, value: Ints, only: Iterable[int] | None = None) -> None:
     """Sends a value to the receivers of some rounds, or of all, which may have ended; waits for none of them.
 
     Args:
-        wires: the notes' carrier.
+        transport: carries the notes.
         tag: of round 0.
         value: int64 [m].
         only: the rounds; None: all.
     """
-    for j in range(rounds(wires.world_size)) if only is None else only:
-        to = (wires.rank + (1 << j)) % wires.world_size
+    for j in range(rounds(transport.world_size)) if only is None else only:
+        to = (transport.rank + (1 << j)) % transport.world_size
         try:
-            wires.send_note(value.view(np.uint64), to, "leaving", tag + j)
+            transport.send_note(value.view(np.uint64), to, "leaving", tag + j)
         except PeerFailure as error:
             logger.debug("rank %d is not told: %s", to, error)

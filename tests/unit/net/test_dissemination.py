@@ -39,7 +39,7 @@ def begun(wires: Wires, tag: int = 1000) -> Dissemination:
 
 
 def go(one: Dissemination, value: int) -> None:
-    one.run(np.array([value, 1 << one._wires.rank], np.int64), "a test")
+    one.run(np.array([value, 1 << one._transport.rank], np.int64), "a test")
 
 
 def folded(own: np.ndarray, told: np.ndarray) -> np.ndarray:
