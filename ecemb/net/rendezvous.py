@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import logging
 import os
 import secrets
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,13 +32,13 @@ from ..state.ddp_buckets import note_made
 from .assignment import Assignment, Report, Roster, Worker, assign
 from .error_file import Activity
 from .links import Listener, Peer, connect, neighbours, own_addresses
+from .processes import die_with_parent
 from .roster import agree
 from .watch import FailureDetector
 from .worker_exit import hook
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
-_PR_SET_PDEATHSIG = 1
 _pid = 0
 """The process that has initialised the groups."""
 
@@ -296,9 +294,5 @@ def _claim(found: Sequence[Found], arena_id: str, rank: int, timeout_s: float) -
 
 def _die_with_agent() -> None:
     """Workers run in sessions of their own: without this, a killed agent leaves them training on."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if "TORCHELASTIC_RUN_ID" in os.environ and not die_with_parent(os.getppid()):
         raise RendezvousError("torchrun's agent ended while this worker was starting: launch the job again")
