@@ -157,7 +157,7 @@ def init_process_group(
             "torch.distributed is initialised already: call ecemb.init_process_group in place of "
             "torch.distributed.init_process_group, not after it"
         )
-    index, world_size = rendezvous.environment()
+    index, world_size, address, port = rendezvous.environment()
     timeout_s = timeout.total_seconds()
     if timeout_s <= 0:
         raise ConfigurationError(f"timeout must be positive; it is {timeout_s} s")
@@ -168,7 +168,7 @@ def init_process_group(
     directory = Directory(Path(arena_dir), job, socket.gethostname() if host is None else host)
     atexit.register(_remove_empty, directory)
     deadline = time.monotonic() + timeout_s
-    store = rendezvous.connect_store(index, timeout)
+    store = rendezvous.connect_store(address, port, index, timeout)
     found = directory.scan(timeout_s=timeout_s / 2)
     job_flags = dist.PrefixStore(f"ecemb/{job}", store)
     workers = rendezvous.assemble(

@@ -85,18 +85,20 @@ class Workers:
         return {name: one.rank for one in self.assignments for name in one.held}
 
 
-def environment() -> tuple[int, int]:
-    """RANK and WORLD_SIZE, as torchrun gave them.
+def environment() -> tuple[int, int, str, int]:
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun gave them.
 
     Raises:
         ConfigurationError: there is no torchrun environment.
     """
     try:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        index, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return index, world_size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
         raise ConfigurationError(
             f"the environment has no usable {error}: launch the script with torchrun, e.g. "
-            f"`torchrun --standalone --nproc-per-node 4 --max-restarts 3 {Path(sys.argv[0]).name}`"
+            f"`torchrun --standalone --nproc-per-node 4 --max-restarts 3 {Path(sys.argv[0]).name}`; "
+            f"launchers of your own must set it as well"
         ) from None
 
 
@@ -230,19 +232,12 @@ def _destroy_groups() -> None:
             dist.destroy_process_group()
 
 
-def connect_store(index: int, timeout: datetime.timedelta) -> dist.Store:
+def connect_store(address: str, port: int, index: int, timeout: datetime.timedelta) -> dist.Store:
     """torchrun's own store, or one that RANK 0 hosts where the launcher keeps none.
 
     Raises:
-        ConfigurationError: the environment names no store.
         RendezvousError: no store answers.
     """
-    try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
-        raise ConfigurationError(
-            f"the environment has no usable {error}: torchrun sets it; launchers of your own must as well"
-        ) from None
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if agents and index == 0 and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         # Surviving agents keep the address of the first round's store and don't tell it to a new agent

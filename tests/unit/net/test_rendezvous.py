@@ -161,8 +161,7 @@ def test_agents_that_share_their_store_are_warned_that_none_can_be_replaced(
     timeout = timedelta(seconds=DEADLINE_S)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
     port = server.port if shared == "True" or index else 0
-    environment.setenv("MASTER_PORT", str(port))
     environment.setenv("GROUP_WORLD_SIZE", str(agents))
     environment.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
-    rendezvous.connect_store(index, timeout)
+    rendezvous.connect_store("127.0.0.1", port, index, timeout)
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warns
