@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from .memory.arena import Arena
 from .memory.private_files import check_name
 from .memory.scan import Directory
 from .net import rendezvous
-from .net.assignment import Roster
+from .net.assignment import Assignment, Roster
 from .net.error_file import Activity
 from .net.watch import FailureDetector
 from .net.wording import counted, listed
@@ -171,32 +171,35 @@ def init_process_group(
     store = rendezvous.connect_store(address, port, index, timeout)
     found = directory.scan(timeout_s=timeout_s / 2)
     job_flags = dist.PrefixStore(f"ecemb/{job}", store)
-    workers = rendezvous.assemble(
-        job_flags, directory, found, index, world_size, timeout_s, deadline, activity
+    roster, assignments = rendezvous.assemble(
+        job_flags, directory, found, index, world_size, timeout_s, deadline
     )
+    own = assignments[index]
     patience_s = max(timeout_s, _PATIENCE_S)
-    group_store = dist.PrefixStore(f"ecemb/{job}/{workers.roster.prefix}", store)
-    arena, held = rendezvous.make_group(backend, group_store, workers, found, timeout_s, patience_s)
+    group_store = dist.PrefixStore(f"ecemb/{job}/{roster.prefix}", store)
+    arena, held = rendezvous.make_group(backend, group_store, own, world_size, found, timeout_s, patience_s)
+    workers = {one.rank: worker for one, worker in zip(assignments, roster.workers, strict=True)}
+    by_rank = [workers[rank] for rank in range(world_size)]
     _session = Session(
         job=job,
         directory=directory,
-        rank=workers.own.rank,
+        rank=own.rank,
         world_size=world_size,
-        hosts=workers.hosts,
-        addresses=workers.addresses,
-        roster=workers.roster,
+        hosts=tuple(worker.host for worker in by_rank),
+        addresses=tuple(worker.addresses for worker in by_rank),
+        roster=roster,
         arena=arena,
         job_flags=job_flags,
         timeout_s=timeout_s,
         patience_s=patience_s,
-        watch=workers.watch,
+        watch=rendezvous.hook.watch,
         activity=activity,
         held=held,
-        holders=workers.holders,
+        holders={name: one.rank for one in assignments for name in one.held},
         joined_s=time.monotonic() - began,
         check=_check,
     )
-    _log_start(_session, workers)
+    _log_start(_session, index, assignments)
 
 
 def _remove_empty(directory: Directory) -> None:
@@ -205,10 +208,10 @@ def _remove_empty(directory: Directory) -> None:
         directory.remove_empty()
 
 
-def _log_start(session: Session, workers: rendezvous.Workers) -> None:
-    held = [one.rank for one in workers.assignments if one.arena_id is not None]
+def _log_start(session: Session, index: int, assignments: Sequence[Assignment]) -> None:
+    held = [one.rank for one in assignments if one.arena_id is not None]
     found = listed(held) if 0 < len(held) < session.world_size else "all ranks" if held else "no rank"
-    if workers.holders:
+    if session.holders:
         survivors = session.roster.judgement.survivors
         before = survivors[0].constants.world_size
         found = f"{listed(sorted(one.constants.rank for one in survivors))} of {counted(before, 'rank')}"
@@ -220,5 +223,5 @@ def _log_start(session: Session, workers: rendezvous.Workers) -> None:
         counted(len(set(session.hosts)), "host"),
         found,
     )
-    if session.rank != workers.index:
-        logger.info("torchrun's rank %d is rank %d, to follow its memory", workers.index, session.rank)
+    if session.rank != index:
+        logger.info("torchrun's rank %d is rank %d, to follow its memory", index, session.rank)

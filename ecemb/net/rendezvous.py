@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -41,48 +41,6 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 _pid = 0
 """The process that has initialised the groups."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Workers:
-    """The workers of one start, once each has its rank.
-
-    Attributes:
-        index: torchrun's RANK of this worker.
-        roster: what all workers agreed on.
-        assignments: rank and arena of each worker, in the order of torchrun's RANK.
-        watch: watches the other ranks; None if there are none.
-    """
-
-    index: int
-    roster: Roster
-    assignments: tuple[Assignment, ...]
-    watch: FailureDetector | None
-
-    @property
-    def own(self) -> Assignment:
-        """This worker's rank and arena."""
-        return self.assignments[self.index]
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Rank -> host of its worker."""
-        return tuple(worker.host for worker in self._by_rank)
-
-    @property
-    def addresses(self) -> tuple[tuple[str, ...], ...]:
-        """Rank -> addresses of its worker's host, the likeliest first."""
-        return tuple(worker.addresses for worker in self._by_rank)
-
-    @property
-    def _by_rank(self) -> list[Worker]:
-        found = {one.rank: worker for one, worker in zip(self.assignments, self.roster.workers, strict=True)}
-        return [found[rank] for rank in range(len(found))]
-
-    @property
-    def holders(self) -> Mapping[str, int]:
-        """Id of an arena that another number of ranks made -> rank of the worker that holds it."""
-        return {name: one.rank for one in self.assignments for name in one.held}
 
 
 def environment() -> tuple[int, int, str, int]:
@@ -126,8 +84,7 @@ def assemble(
     world_size: int,
     timeout_s: float,
     deadline: float,
-    activity: Activity,
-) -> Workers:
+) -> tuple[Roster, tuple[Assignment, ...]]:
     """Agrees on the roster, gives out ranks, and begins to watch the other workers. All ranks.
 
     Args:
@@ -138,7 +95,10 @@ def assemble(
         world_size: number of workers.
         timeout_s: how long a peer may be silent.
         deadline: of the whole, on the monotonic clock.
-        activity: what this process does now.
+
+    Returns:
+        What all workers agreed on, and the assignment of each worker, in the order of torchrun's RANK. The
+        exception hook has the failure detector, if there are other workers.
 
     Raises:
         ArenaBusy: a living process holds an arena of this job.
@@ -152,14 +112,23 @@ def assemble(
         reports = [_report(directory, one) for one in found]
         roster = agree(job_flags, worker, reports, index, world_size, deadline)
         assignments = assign(roster.workers, roster.reports, roster.opened)
-        hook.watch = watch = _watch(listener, roster, assignments, index, timeout_s, deadline, activity)
-    return Workers(index, roster, assignments, watch)
+        peers = [
+            Peer(f"rank {own.rank} (host {worker.host}, pid {worker.pid})", worker.addresses, worker.port)
+            for own, worker in zip(assignments, roster.workers, strict=True)
+        ]
+        near = {one: peers[one] for one in neighbours(index, world_size)}
+        links = connect(listener, index, world_size, near, bytes.fromhex(roster.secret), deadline)
+        names = [peer.name for peer in peers]
+        if links:
+            hook.watch = FailureDetector(links, index, names, timeout_s, activity=hook.activity)
+    return roster, assignments
 
 
 def make_group(
     backend: str | None,
     store: dist.Store,
-    workers: Workers,
+    own: Assignment,
+    world_size: int,
     found: Sequence[Found],
     timeout_s: float,
     patience_s: float,
@@ -169,7 +138,8 @@ def make_group(
     Args:
         backend: as torch.distributed's.
         store: for this group alone.
-        workers: of this start.
+        own: this worker's rank and arenas.
+        world_size: number of ranks.
         found: the arenas of this host, as they were reported.
         timeout_s: how long to wait for a process that still holds the arena.
         patience_s: deadline of the group's collectives.
@@ -184,45 +154,19 @@ def make_group(
     """
     global _pid
     try:
-        own = workers.own
         arena = _claim(found, own.arena_id, own.rank, timeout_s) if own.arena_id is not None else None
         held = tuple(_claim(found, name, own.rank, timeout_s) for name in own.held)
         os.environ["RANK"] = str(own.rank)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=own.rank,
-            world_size=len(workers.assignments),
-            timeout=datetime.timedelta(seconds=patience_s),
-        )
+        patience = datetime.timedelta(seconds=patience_s)
+        dist.init_process_group(backend, store=store, rank=own.rank, world_size=world_size, timeout=patience)
         hook.prepare()
     except BaseException:
-        if workers.watch is not None:
-            workers.watch.announce_failure()
+        if hook.watch is not None:
+            hook.watch.announce_failure()
         raise
     _pid = os.getpid()
     atexit.register(_destroy_groups)
     return arena, held
-
-
-def _watch(
-    listener: Listener,
-    roster: Roster,
-    assignments: Sequence[Assignment],
-    index: int,
-    timeout_s: float,
-    deadline: float,
-    activity: Activity,
-) -> FailureDetector | None:
-    """Links this worker with its neighbours, and begins to watch them."""
-    peers = [
-        Peer(f"rank {one.rank} (host {worker.host}, pid {worker.pid})", worker.addresses, worker.port)
-        for one, worker in zip(assignments, roster.workers, strict=True)
-    ]
-    near = {one: peers[one] for one in neighbours(index, len(peers))}
-    links = connect(listener, index, len(peers), near, bytes.fromhex(roster.secret), deadline)
-    names = [peer.name for peer in peers]
-    return FailureDetector(links, index, names, timeout_s, activity=activity) if links else None
 
 
 def _destroy_groups() -> None:
