@@ -1,7 +1,7 @@
 """The session: what `ecemb.init_process_group` leaves in this process for `ecemb.protect`.
 
 Owns the public call that begins a start, and this process's one session. The mechanics are those of
-`group.rendezvous`: the session says in which order they run.
+`net.rendezvous`: the session says in which order they run.
 """
 
 from __future__ import annotations

@@ -39,9 +39,6 @@ from .worker_exit import hook
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
-_pid = 0
-"""The process that has initialised the groups."""
-
 
 def environment() -> tuple[int, int, str, int]:
     """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun gave them.
@@ -152,7 +149,6 @@ def make_group(
         RendezvousError: an arena changed, or is not on this host.
         ArenaBusy: a living process holds it.
     """
-    global _pid
     try:
         arena = _claim(found, own.arena_id, own.rank, timeout_s) if own.arena_id is not None else None
         held = tuple(_claim(found, name, own.rank, timeout_s) for name in own.held)
@@ -164,14 +160,13 @@ def make_group(
         if hook.watch is not None:
             hook.watch.announce_failure()
         raise
-    _pid = os.getpid()
-    atexit.register(_destroy_groups)
+    atexit.register(_destroy_groups, os.getpid())
     return arena, held
 
 
-def _destroy_groups() -> None:
+def _destroy_groups(pid: int) -> None:
     """Ends the groups while the interpreter is whole: gloo's threads must not outlive it (SIGABRT)."""
-    if os.getpid() == _pid and dist.is_initialized():  # a forked child shares its parent's sockets
+    if os.getpid() == pid and dist.is_initialized():  # a forked child shares its parent's sockets
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -262,7 +263,7 @@ def a_forked_child_has_no_guard_and_does_no_harm(place: Place) -> None:
         for act, outcome in (
             (step, "UsageError: forked child"),
             (guard.close, "UsageError: forked child"),
-            (rendezvous._destroy_groups, "ended"),
+            (partial(rendezvous._destroy_groups, os.getpid()), "ended"),
             (touch, f"signal {signal.SIGSEGV}"),
         ):
             came = child(act)
