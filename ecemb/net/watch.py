@@ -107,7 +107,6 @@ class FailureDetector:
         index: this worker's.
         names: of all workers, by index, for messages.
         timeout_s: a longer silence is a death.
-        end: called in the detector's thread with the verdict, in place of `end_process`.
         activity: this worker's place, for the ranks that wait for it.
     """
 
@@ -117,13 +116,11 @@ class FailureDetector:
         index: int,
         names: Sequence[str],
         timeout_s: float,
-        end: Callable[[str], None] | None = None,
         activity: Activity | None = None,
     ) -> None:
         self._links = {link.fileno(): link for link in links}
         self._silence_s = {link.peer: 0.0 for link in links}
         self._index, self._names, self._timeout_s = index, names, timeout_s
-        self._end = end
         self._beat_s = min(_BEAT_S, timeout_s / _BEATS)
         self._last_word: bytes | None = None
         self._death: _Death | None = None
@@ -180,20 +177,17 @@ class FailureDetector:
             self._decided.set()
             if self._death is not None:
                 self._send_to_all(self._death.pack())
-                if self._end is None:
-                    end_process(
-                        self._verdict(self._death),
-                        briefly=self._another_rank_reports(self._death),
-                        own=self._activity.failure,
-                    )
-                else:
-                    self._end(self._verdict(self._death))
+                end_process(
+                    self._verdict(self._death),
+                    briefly=self._another_rank_reports(self._death),
+                    own=self._activity.failure,
+                )
             elif self._last_word is not None:
                 self._send_to_all(self._last_word)
                 self._await_hang_ups()
         except BaseException:  # noqa: BLE001 - no other thread would report it
             self._decided.set()
-            (self._end or end_process)(f"the watch over the other ranks failed:\n{traceback.format_exc()}")
+            end_process(f"the watch over the other ranks failed:\n{traceback.format_exc()}")
         finally:
             self._beats.stop()
             for link in self._links.values():

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -187,15 +188,25 @@ class Ended(list[str]):
         return self[0]
 
 
+ENDED = Ended()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _goes_on() -> Iterator[None]:
+    """The process of the tests ends by no detector of theirs."""
+    with mock.patch.object(watch_module, "end_process", lambda why, **_: ENDED.append(why)):
+        yield
+
+
 @contextmanager
 def one(timeout_s: float = LONG_S) -> Iterator[tuple[FailureDetector, socket.socket, Ended]]:
     """A watch with one neighbour, who is the test."""
     near, far = pair()
     far.setblocking(True)
-    ended = Ended()
-    watch = FailureDetector([Link(1, near)], 0, ["rank 0", "rank 1", "rank 2"], timeout_s, ended.append)
+    ENDED.clear()
+    watch = FailureDetector([Link(1, near)], 0, ["rank 0", "rank 1", "rank 2"], timeout_s)
     try:
-        yield watch, far, ended
+        yield watch, far, ENDED
     finally:
         watch.say_goodbye()
         drop(far)
@@ -390,7 +401,7 @@ def test_nothing_is_said_of_who_is_here_too_nor_if_a_lower_rank_says_it(
     waiting_since_long(monkeypatch, for_answers_s=LONG_S)
     near, far = pair()
     far.setblocking(True)
-    watch = FailureDetector([Link(1 - index, near)], index, ["rank 0", "rank 1"], LONG_S, lambda _: None)
+    watch = FailureDetector([Link(1 - index, near)], index, ["rank 0", "rank 1"], LONG_S)
     try:
         asked(far)
         far.sendall(answer(place, waits=True))
@@ -420,15 +431,15 @@ def start(size: int) -> list[FailureDetector]:
     def run(index: int) -> None:
         near = {peer: peers[peer] for peer in neighbours(index, size)}
         links = connect(listeners[index], index, size, near, b"s", time.monotonic() + DEADLINE_S)
-        watches.append(FailureDetector(links, index, names, LONG_S, errors.append))
+        watches.append(FailureDetector(links, index, names, LONG_S))
 
-    errors: list[str] = []
+    ENDED.clear()
     threads = [threading.Thread(target=run, args=(index,)) for index in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert len(watches) == size and not errors
+    assert len(watches) == size and not ENDED
     return watches
 
 
