@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 import math
 import os
 import re
@@ -23,10 +24,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ..errors import PeerFailure
+
+logger: logging.Logger = logging.getLogger("ecemb")
 
 _C = TypeVar("_C", bound=Callable[..., Any])
 
@@ -187,7 +191,7 @@ def own_failure(error: BaseException) -> Failure | None:
 def write(
     text: str, callstack: str, *, later: bool, name: str = "", repeats: int = 0, at: float | None = None
 ) -> None:
-    """Writes the file; if it exists, adds only the missing keys.
+    """Writes the file; if it exists, adds only the missing keys. Logs it if that fails.
 
     Args:
         text: the error in one line.
@@ -196,9 +200,6 @@ def write(
         name: of the error, by which the next attempt recognizes it; "" if it need not.
         repeats: how many attempts before this one ended by the error.
         at: when the error was, by `time.time`; now by default.
-
-    Raises:
-        OSError: the file can't be written.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -224,8 +225,11 @@ def write(
             os.link(whole, path)
     except FileExistsError:  # another thread was faster
         pass
+    except OSError as error:
+        logger.warning("torchrun will not show why this process ended: %s", error)
     finally:
-        Path(whole).unlink(missing_ok=True)
+        with suppress(OSError):
+            os.unlink(whole)
 
 
 def read(path: str | os.PathLike[str]) -> Any:

@@ -383,7 +383,7 @@ def _report(why: str, briefly: bool) -> None:
     elif not briefly:
         what_next = "ending this process so that torchrun restarts the job from its arenas"
     text = f"PeerFailure: {why}; {what_next}"
-    _write(text, f"{text}\nThe main thread was here:\n{_main_stack()}", later=True)
+    error_file.write(text, f"{text}\nThe main thread was here:\n{_main_stack()}", later=True)
     if last_exception() is not None or not claim_last_line():  # the main thread says it
         logger.debug(text)
     elif briefly:
@@ -395,7 +395,9 @@ def _report(why: str, briefly: bool) -> None:
 
 def _report_own(own: Failure, why: str) -> None:
     """Reports the error that ended a step of this rank, while its script has not ended yet."""
-    _write(own.text, f"{own.stack}\nThe main thread was here:\n{_main_stack()}", later=False, at=own.at)
+    error_file.write(
+        own.text, f"{own.stack}\nThe main thread was here:\n{_main_stack()}", later=False, at=own.at
+    )
     if last_exception() is None and claim_last_line():  # else the main thread has said it
         logger.critical(
             "a step of this rank failed by %s, and the other ranks end by that (%s), but the script has not "
@@ -412,13 +414,6 @@ def _main_stack() -> str:
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames.get(threading.main_thread().ident or 0)
     return "" if frame is None else "".join(traceback.format_stack(frame))
-
-
-def _write(text: str, stack: str, *, later: bool, at: float | None = None) -> None:
-    try:
-        error_file.write(text, stack, later=later, at=at)
-    except OSError as error:
-        logger.warning("torchrun will not show why this process ended: %s", error)
 
 
 def _say_last() -> None:

@@ -137,16 +137,12 @@ class ExceptHook:
     def _leave_file(
         self, error: Exception, trace: TracebackType | None, name: str, again: int, news: str | None
     ) -> None:
-        later = cause_of(error) is not None
         text = f"{type(error).__name__}: {error}"
         stack = "".join(traceback.format_exception(type(error), error, trace))
         if news:
             text = f"{news}; {text}"
             stack = f"{news}, and so this rank ended:\n{stack}"
-        try:
-            error_file.write(text, stack, later=later, name=name, repeats=again)
-        except OSError as reason:
-            logger.warning("torchrun will not show why this process ended: %s", reason)
+        error_file.write(text, stack, later=cause_of(error) is not None, name=name, repeats=again)
 
     def prepare(self) -> None:
         """Installs this hook in this process; does so again when another hook has been put over it."""

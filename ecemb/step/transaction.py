@@ -46,7 +46,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
@@ -737,9 +737,8 @@ def end_process(transaction: int, error: BaseException) -> NoReturn:
         type(error).__name__,
         short(error),
     )
-    with suppress(OSError):
-        stack = "".join(traceback.format_exception(error))
-        error_file.write(f"{type(error).__name__}: {error}", stack, later=cause_of(error) is not None)
+    stack = "".join(traceback.format_exception(error))
+    error_file.write(f"{type(error).__name__}: {error}", stack, later=cause_of(error) is not None)
     say_last_words()
     sys.stdout.flush()
     sys.stderr.flush()
