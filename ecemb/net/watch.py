@@ -35,6 +35,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, Final
@@ -390,7 +391,7 @@ def _report(why: str, briefly: bool) -> None:
         logger.warning("%s; this rank ends as well", why)
     else:
         logger.critical(text)
-    _say_last()
+    say_last_words()
 
 
 def _report_own(own: Failure, why: str) -> None:
@@ -407,19 +408,13 @@ def _report_own(own: Failure, why: str) -> None:
             own.code,
             own.stack.rstrip(),
         )
-    _say_last()
+    say_last_words()
 
 
 def _main_stack() -> str:
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames.get(threading.main_thread().ident or 0)
     return "" if frame is None else "".join(traceback.format_stack(frame))
-
-
-def _say_last() -> None:
-    say_last_words()
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 _last_line = threading.Lock()  # taken by the thread that logs why this process ends
@@ -544,6 +539,14 @@ def forget(call: Callable[[], None]) -> None:
 
 
 def say_last_words() -> None:
-    """Calls the functions. The thread that is about to call `os._exit` calls it."""
+    """Calls the functions, and flushes. The thread that is about to call `os._exit` calls it."""
     for call in tuple(_calls):
         call()
+    flush()
+
+
+def flush() -> None:
+    """Writes what the standard streams hold, which `os._exit` doesn't."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # a closed pipe, a closed stream, none
+            stream.flush()

@@ -37,7 +37,7 @@ from types import FrameType, TracebackType
 from ..errors import PeerFailure
 from . import error_file
 from .error_file import Activity, cause_of, follows, is_lost_connection
-from .watch import REPORT_S, FailureDetector, claim_last_line, report_within, say_last_words
+from .watch import REPORT_S, FailureDetector, claim_last_line, flush, report_within, say_last_words
 from .wording import short
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -217,7 +217,7 @@ def enforce_end() -> None:
     if _goes_on(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
         return
     _grace.fail()
-    _flush()  # the hard exit doesn't
+    flush()
 
 
 def _goes_on(caller: FrameType) -> bool:
@@ -252,7 +252,6 @@ def _report() -> None:
     )
     say_last_words()
     logging.shutdown()
-    _flush()
 
 
 def _unfinished() -> list[str]:
@@ -279,12 +278,6 @@ def _place(frame: FrameType) -> str:
         if not name.startswith((library, "<")) or "-packages" + os.sep in name:
             return f"{each.f_code.co_name} ({name}:{line})"
     return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # a closed pipe, a closed stream, none
-            stream.flush()
 
 
 class _Sigevent(ctypes.Structure):

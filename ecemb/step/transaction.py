@@ -40,7 +40,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -740,6 +739,4 @@ def end_process(transaction: int, error: BaseException) -> NoReturn:
     stack = "".join(traceback.format_exception(error))
     error_file.write(f"{type(error).__name__}: {error}", stack, later=cause_of(error) is not None)
     say_last_words()
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(EXIT_UNDECIDED)
