@@ -31,7 +31,7 @@ import threading
 import time
 import traceback
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
 from ..errors import PeerFailure
@@ -71,22 +71,16 @@ class ExceptHook:
             self._first(kind, error, trace)
             return
         self._called = True
+        is_workers = os.getpid() == self._pid and not isinstance(error, KeyboardInterrupt)
         try:
-            if os.getpid() != self._pid or isinstance(error, KeyboardInterrupt):
-                self._before(kind, error, trace)
-            else:
-                self._end(kind, error, trace)
-        finally:
-            self._called = False
-
-    def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        try:
-            if isinstance(error, Exception):
+            if is_workers and isinstance(error, Exception):
                 self._fail(kind, error, trace)
             else:
                 self._before(kind, error, trace)
         finally:
-            enforce_end()
+            self._called = False
+            if is_workers:
+                enforce_end()
 
     def _fail(self, kind: type[BaseException], error: Exception, trace: TracebackType | None) -> None:
         cause = cause_of(error)
@@ -178,7 +172,7 @@ class _Grace:
 
     @contextmanager
     def after(self) -> Generator[None, None, None]:
-        """See `before_end`."""
+        """A block that a failed process waits for: it ends by itself, as a save, whose waits end."""
         with self._lock:
             self._saves += 1
         try:
@@ -198,11 +192,7 @@ class _Grace:
 
 
 _grace = _Grace()
-
-
-def before_end() -> AbstractContextManager[None]:
-    """A block that a failed process waits for: it ends by itself, as a save, whose waits have deadlines."""
-    return _grace.after()
+before_end = _grace.after
 
 
 def enforce_end() -> None:
