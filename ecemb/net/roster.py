@@ -35,7 +35,7 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -85,13 +85,16 @@ def agree(
     _announce(client, worker, reports, index)
     if index == 0:
         return _Leader(client, worker, world_size).lead()
-    name = client.wait(f"plan/{worker.nonce}", lambda: _silent(client, world_size))
-    while True:
-        _take(client, name, worker.nonce, world_size)
-        verdict = client.wait(f"verdict/{name}", lambda: _silent(client, world_size))
-        if verdict == _COUNTS:
-            return read_roster(client.get(f"roster/{name}"))
-        name = verdict
+    try:
+        name = client.wait(f"plan/{worker.nonce}")
+        while True:
+            _take(client, name, worker.nonce, world_size)
+            verdict = client.wait(f"verdict/{name}")
+            if verdict == _COUNTS:
+                return read_roster(client.get(f"roster/{name}"))
+            name = verdict
+    except TimeoutError:  # if all others have announced themselves, the leader is missing
+        raise _late(world_size, _unannounced(client, range(world_size)) or [0]) from None
 
 
 class _StoreClient:
@@ -123,7 +126,7 @@ class _StoreClient:
 
     def get_all(self, keys: Sequence[str]) -> list[bytes]:
         """Reads existing values."""
-        return self._asked(lambda: list(self._store.multi_get(list(keys)))) if keys else []
+        return self._asked(lambda: list(self._store.multi_get(list(keys))))
 
     def has(self, *keys: str) -> bool:
         """Whether all keys exist."""
@@ -142,16 +145,30 @@ class _StoreClient:
         for key in keys:
             self._asked(lambda: self._store.delete_key(key))  # noqa: B023
 
-    def wait(self, key: str, late: Callable[[], str]) -> str:
-        """Waits for a value until the deadline; `late` makes the error about the missing workers."""
+    def wait(self, key: str) -> str:
+        """Waits for a value.
+
+        Raises:
+            TimeoutError: there was none before the deadline.
+        """
         left_s = max(self.deadline - time.monotonic(), 0) + _ROUNDING_S
         try:
             self._store.wait([key], timedelta(seconds=left_s))
         except RuntimeError as error:
             if time.monotonic() < self.deadline:
                 raise _gone(error) from error
-            raise RendezvousError(late()) from error
+            raise TimeoutError from error
         return _text(self.get(key))
+
+    def looks(self) -> Iterator[None]:
+        """Yields until the deadline, at longer and longer intervals."""
+        pause_s = _SHORTEST_S
+        while True:
+            yield
+            if time.monotonic() > self.deadline:
+                return
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _LONGEST_S)
 
     def _asked(self, act: Callable[[], T]) -> T:
         try:
@@ -180,33 +197,31 @@ class _Leader:
             if (again := self._settled(roster.prefix, announced)) is None:
                 break
             announced = again
-        name = _text(self._client.get(f"verdict/{roster.prefix}"))
-        if name != _COUNTS:
-            raise _foreign(f"the verdict {name[:40]!r}")
         self._clean(roster)
         return roster
 
     def _first(self) -> list[Roster]:
         """The announcements of all workers, without those of workers that an earlier start planned with."""
-        dead = set(self._before.nonces)
+        size, dead = self._world_size, set(self._before.nonces)
         alive: list[int] = []
         enough = 0
-        pause_s = _SHORTEST_S
-        while True:
+        for _ in self._client.looks():
             arrivals = self._client.add("arrivals", 0)
-            if arrivals >= enough and self._client.has(*self._names):
-                # Read all: an earlier announcement may be a dead worker's, whose successor has come.
-                texts = self._read(range(self._world_size))
-                self._arrivals = arrivals
-                alive = [i for i, text in enumerate(texts) if text.workers[0].nonce not in dead]
-                if len(alive) == self._world_size:
-                    return texts
-                # A missing worker still has to add 1: until then there is nothing to read.
-                enough = arrivals + self._world_size - len(alive)
-            elif arrivals >= enough:
-                enough = max(arrivals + 1, self._world_size)
-            else:
-                pause_s = self._pause(pause_s, lambda: _silent(self._client, self._world_size, alive))  # noqa: B023
+            if arrivals < enough:
+                continue
+            if not self._client.has(*self._names):
+                enough = max(arrivals + 1, size)
+                continue
+            # Read all: an earlier announcement may be a dead worker's, whose successor has come.
+            announced = self._read()
+            self._arrivals = arrivals
+            alive = [i for i, one in enumerate(announced) if one.workers[0].nonce not in dead]
+            if len(alive) == size:
+                return announced
+            # A missing worker still has to add 1: until then there is nothing to read.
+            enough = arrivals + size - len(alive)
+        missing = sorted({*range(size)}.difference(alive))
+        raise _late(size, _unannounced(self._client, missing) or missing)  # or they are an earlier start's
 
     def _publish(self, announced: Sequence[Roster]) -> Roster:
         """Writes a plan and sends its name to its workers; returns the plan before it if that one counts."""
@@ -230,28 +245,27 @@ class _Leader:
 
     def _settled(self, name: str, announced: Sequence[Roster]) -> list[Roster] | None:
         """Returns None once a plan counts; the new announcements, if they differ from the planned ones."""
-        pause_s, again_at = _SHORTEST_S, time.monotonic() + _AGAIN_S
-        while not self._client.has(f"verdict/{name}"):
+        again_at = time.monotonic() + _AGAIN_S
+        for _ in self._client.looks():
+            if self._client.has(f"verdict/{name}"):
+                return None
             if (
                 time.monotonic() > again_at
                 and (arrivals := self._client.add("arrivals", 0)) != self._arrivals
             ):
                 self._arrivals, again_at = arrivals, time.monotonic() + _AGAIN_S
-                texts = self._read(range(self._world_size))
-                if [one.workers for one in texts] != [one.workers for one in announced]:
-                    return texts
-            pause_s = self._pause(pause_s, lambda: self._untaken(announced))
-        return None
+                again = self._read()
+                if [one.workers for one in again] != [one.workers for one in announced]:
+                    return again
+        left = [i for i, one in enumerate(announced) if self._client.has(f"plan/{one.workers[0].nonce}")]
+        raise _late(self._world_size, left or [0])
 
-    def _read(self, indices: Sequence[int]) -> list[Roster]:
-        texts = self._client.get_all([self._names[i] for i in indices])
-        return [self._announced(text) for text in texts]
-
-    def _announced(self, text: bytes) -> Roster:
-        roster = read_roster(text, self._domains)
-        if len(roster.workers) != 1:
-            raise _foreign(f"an announcement of {len(roster.workers)} workers")
-        return roster
+    def _read(self) -> list[Roster]:
+        """All announcements."""
+        announced = [read_roster(text, self._domains) for text in self._client.get_all(self._names)]
+        if any(len(one.workers) != 1 for one in announced):
+            raise _foreign("an announcement that is not of one worker")
+        return announced
 
     def _domains(self, digest: str) -> Domains:
         if digest not in self._tables:
@@ -275,16 +289,6 @@ class _Leader:
         client.remove(*(f"domains/{old}" for old in {*before.tables, *self._tables} - used))
         last = _Plans([roster.prefix], [one.nonce for one in roster.workers], sorted(used), counted=True)
         client.put("current", last.to_json())
-
-    def _untaken(self, announced: Sequence[Roster]) -> str:
-        left = [i for i, one in enumerate(announced) if self._client.has(f"plan/{one.workers[0].nonce}")]
-        return _late(self._world_size, left or [0])
-
-    def _pause(self, pause_s: float, late: Callable[[], str]) -> float:
-        if time.monotonic() > self._client.deadline:
-            raise RendezvousError(late())
-        time.sleep(pause_s)
-        return min(pause_s * 1.5, _LONGEST_S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,25 +384,18 @@ def _mark(client: _StoreClient, name: str) -> int:
         ) from error
 
 
-def _silent(client: _StoreClient, world_size: int, present: Sequence[int] = ()) -> str:
-    """The error that names the workers without an announcement, of those not `present` yet."""
-    silent: list[int] = []
-    spans = [[i for i in range(world_size) if i not in present]]
-    while spans:  # halves: few are missing, and one request shows that a whole span is there
-        span = spans.pop()
-        if not span or client.has(*(f"announce/{i}" for i in span)):
-            continue
-        if len(span) == 1:
-            silent += span
-        else:
-            spans += [span[len(span) // 2 :], span[: len(span) // 2]]
-    if not silent and present:
-        silent = [i for i in range(world_size) if i not in present]  # their entries are an earlier start's
-    return _late(world_size, silent or [0])  # all are present, so the leader is missing
+def _unannounced(client: _StoreClient, span: Sequence[int]) -> list[int]:
+    """The workers without an announcement: by halves, as few are missing and one request clears a span."""
+    if not span or client.has(*(f"announce/{i}" for i in span)):
+        return []
+    if len(span) == 1:
+        return list(span)
+    half = len(span) // 2
+    return _unannounced(client, span[:half]) + _unannounced(client, span[half:])
 
 
-def _late(world_size: int, silent: Sequence[int]) -> str:
-    return (
+def _late(world_size: int, silent: Sequence[int]) -> RendezvousError:
+    return RendezvousError(
         f"the rendezvous of {world_size} workers did not end before its deadline; no word from torchrun "
         f"ranks {list(silent)}: see their logs, or raise timeout= if they are only slow to start"
     )

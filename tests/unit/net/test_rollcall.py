@@ -163,8 +163,8 @@ def test_a_start_without_a_plan_is_not_planned_with_once_its_successors_have_com
     starts.die_after_announcing(1, "unplanned")
     looked, read = threading.Event(), roster_module._Leader._read
 
-    def reads(self: roster_module._Leader, indices: Sequence[int]) -> list[Roster]:
-        found = read(self, indices)
+    def reads(self: roster_module._Leader) -> list[Roster]:
+        found = read(self)
         looked.set()
         return found
 
@@ -384,7 +384,7 @@ class Cluster:
         for thread in threads:
             thread.start()
         for index in range(1, size - 1):
-            name = boards[index].wait(f"plan/{workers[index].nonce}", lambda: "no plan")
+            name = boards[index].wait(f"plan/{workers[index].nonce}")
             roster_module._take(boards[index], name, workers[index].nonce, size)
         for thread in threads:
             thread.join(DEADLINE_S)
