@@ -17,8 +17,8 @@ polling; while the leader waits for others, it polls one counter.
 
 Owns the bytes in which workers announce themselves, and in which all learn the roster: one compact form of a
 `Roster`; a worker's announcement is a roster of that worker alone. Every text and every set of words is
-written once, because on most starts all arenas say the same. A table of failure domains grows with the ranks:
-an announcement names it by a digest, and the table travels once for all; the roster of all contains it.
+written once, because on most starts all arenas say the same. A table of failure domains grows with the ranks,
+and so it is a value of its own, which rosters name by a digest.
 
 The store is trusted as far as the job's own workers are; no value in it is a pickle. Counts are compared with
 the bytes at hand before anything is allocated for them, and bytes that `write_roster` can't have written
@@ -91,17 +91,23 @@ def agree(
             _take(client, name, worker.nonce, world_size)
             verdict = client.wait(f"verdict/{name}")
             if verdict == _COUNTS:
-                return read_roster(client.get(f"roster/{name}"))
+                return read_roster(client.get(f"roster/{name}"), client.domains)
             name = verdict
     except TimeoutError:  # if all others have announced themselves, the leader is missing
         raise _late(world_size, _unannounced(client, range(world_size)) or [0]) from None
 
 
 class _StoreClient:
-    """A store, with limits and named errors."""
+    """A store, with limits and named errors.
+
+    Attributes:
+        deadline: of waits, on time.monotonic().
+        tables: the tables of failure domains that were read, by their digests.
+    """
 
     def __init__(self, store: dist.Store, deadline: float) -> None:
         self.deadline = deadline
+        self.tables: dict[str, Domains] = {}
         self._store = store
 
     def put(self, key: str, value: bytes | str) -> None:
@@ -160,6 +166,14 @@ class _StoreClient:
             raise TimeoutError from error
         return _text(self.get(key))
 
+    def domains(self, digest: str) -> Domains:
+        """The table of failure domains with a digest."""
+        if digest not in self.tables:
+            if not self.has(f"domains/{digest}"):
+                raise _foreign(f"the name of domains/{digest}, and not that")
+            self.tables[digest] = read_domains(self.get(f"domains/{digest}"))
+        return self.tables[digest]
+
     def looks(self) -> Iterator[None]:
         """Yields until the deadline, at longer and longer intervals."""
         pause_s = _SHORTEST_S
@@ -183,7 +197,6 @@ class _Leader:
     def __init__(self, client: _StoreClient, worker: Worker, world_size: int) -> None:
         self._client, self._worker, self._world_size = client, worker, world_size
         self._names = [f"announce/{i}" for i in range(world_size)]
-        self._tables: dict[str, Domains] = {}
         self._arrivals = 0
         self._before = _Plans.of(client.get("current")) if client.has("current") else _Plans()
         self._names_given: list[str] = []
@@ -227,12 +240,12 @@ class _Leader:
         """Writes a plan and sends its name to its workers; returns the plan before it if that one counts."""
         client, name, last = self._client, secrets.token_hex(8), self._roster
         roster = _propose(client, name, announced)
-        client.put(f"roster/{name}", write_roster(roster, whole=True))
+        client.put(f"roster/{name}", write_roster(roster))
         self._names_given.append(name)
         known = set() if last is None else {one.nonce for one in last.workers}
         nonces = [one.nonce for one in roster.workers]
         left = [*self._before.nonces, *known.difference(nonces)]
-        names, tables = [*self._before.names, *self._names_given], {*self._before.tables, *self._tables}
+        names, tables = [*self._before.names, *self._names_given], {*self._before.tables, *client.tables}
         client.put("current", _Plans(names, [*nonces, *left], sorted(tables)).to_json())
         if last is not None:
             if client.put_once(f"verdict/{last.prefix}", name) == _COUNTS:
@@ -262,17 +275,10 @@ class _Leader:
 
     def _read(self) -> list[Roster]:
         """All announcements."""
-        announced = [read_roster(text, self._domains) for text in self._client.get_all(self._names)]
+        announced = [read_roster(text, self._client.domains) for text in self._client.get_all(self._names)]
         if any(len(one.workers) != 1 for one in announced):
             raise _foreign("an announcement that is not of one worker")
         return announced
-
-    def _domains(self, digest: str) -> Domains:
-        if digest not in self._tables:
-            if not self._client.has(f"domains/{digest}"):
-                raise _foreign(f"an announcement that names domains/{digest}, and not that")
-            self._tables[digest] = read_domains(self._client.get(f"domains/{digest}"))
-        return self._tables[digest]
 
     def _clean(self, roster: Roster) -> None:
         """Removes the entries of earlier starts, and this start's plans that did not count."""
@@ -286,7 +292,7 @@ class _Leader:
         used = {
             digest(names) for names in {one.header.constants.domains for one in roster.reports if one.header}
         }
-        client.remove(*(f"domains/{old}" for old in {*before.tables, *self._tables} - used))
+        client.remove(*(f"domains/{old}" for old in {*before.tables, *client.tables} - used))
         last = _Plans([roster.prefix], [one.nonce for one in roster.workers], sorted(used), counted=True)
         client.put("current", last.to_json())
 
@@ -325,7 +331,7 @@ def _announce(client: _StoreClient, worker: Worker, reports: Sequence[Report], i
         if not client.has(key := f"domains/{digest(names)}"):
             client.put(key, write_domains(names))
     alone = Roster(0, 0, "", False, False, (worker,), tuple(reports))
-    client.put(f"announce/{index}", write_roster(alone, whole=False))
+    client.put(f"announce/{index}", write_roster(alone))
     client.add("arrivals", 1)
 
 
@@ -422,7 +428,7 @@ def _text(data: bytes) -> str:
 Domains = tuple[str, ...]
 Resolve = Callable[[str], Domains]
 
-_MAGIC = b"ecembR02"
+_MAGIC = b"ecembR03"
 _HEAD = struct.Struct("<8sqqqBBII")  # generation, its id, opened, started, finished, workers, reports
 _COUNT = struct.Struct("<I")
 _TEXT = struct.Struct("<H")
@@ -470,13 +476,8 @@ def read_domains(data: bytes) -> Domains:
     return _guarded(_read_domains, data)
 
 
-def write_roster(roster: Roster, *, whole: bool) -> bytes:
-    """Packs a roster.
-
-    Args:
-        roster: of the arenas' constants only the `Identity` is needed in reports.
-        whole: with tables of failure domains; else with their digests.
-    """
+def write_roster(roster: Roster) -> bytes:
+    """Packs a roster, of whose arenas' constants only the `Identity` is needed."""
     texts, words, domains = _Table(), _Table(), _Table()
     workers = [
         _WORKER.pack(
@@ -491,12 +492,6 @@ def write_roster(roster: Roster, *, whole: bool) -> bytes:
     reports = [_report(one, texts, words, domains) for one in roster.reports]
     job = next((one.header.constants.job for one in roster.reports if one.header is not None), "")
     fixed = [texts.number(text) for text in (roster.prefix, roster.secret, job)]
-    tables: list[bytes] = []
-    for names in domains.values:
-        if whole:
-            tables.append(_numbers([texts.number(name) for name in names]))
-        else:
-            tables.append(bytes.fromhex(digest(names)))
     head = _HEAD.pack(
         _MAGIC,
         roster.generation,
@@ -508,19 +503,19 @@ def write_roster(roster: Roster, *, whole: bool) -> bytes:
         len(reports),
     )
     parts = [_texts(texts.values), _numbers(fixed), _COUNT.pack(len(words.values)), *words.values]
-    parts += [bytes([whole]), _COUNT.pack(len(tables)), *tables]
+    parts += [_COUNT.pack(len(domains.values)), *(bytes.fromhex(digest(one)) for one in domains.values)]
     return b"".join([head, *parts, *workers, *reports])
 
 
-def read_roster(data: bytes, resolve: Resolve | None = None) -> Roster:
-    """Inverse of `write`.
+def read_roster(data: bytes, resolve: Resolve) -> Roster:
+    """Inverse of `write_roster`.
 
     Args:
         data: any bytes.
-        resolve: returns a table of failure domains by its digest; None if `data` must contain the tables.
+        resolve: returns a table of failure domains by its digest.
 
     Raises:
-        RendezvousError: `write` does not return such bytes.
+        RendezvousError: `write_roster` does not return such bytes.
     """
     return _guarded(lambda source: _read(source, resolve), data)
 
@@ -609,7 +604,7 @@ def _read_domains(source: _Source) -> Domains:
     return tuple(texts[number] for number in source.numbers())
 
 
-def _read(source: _Source, resolve: Resolve | None) -> Roster:
+def _read(source: _Source, resolve: Resolve) -> Roster:
     magic, generation, generation_id, opened, started, finished, workers, reports = source.unpack(_HEAD)
     if magic != _MAGIC:
         raise ValueError(f"it begins with {magic!r}")
@@ -617,14 +612,9 @@ def _read(source: _Source, resolve: Resolve | None) -> Roster:
     prefix, secret, job = (texts[number] for number in source.numbers())
     bytes.fromhex(secret)
     words = [_words(*one) for one in source.records(_WORDS, source.count())]
-    if (whole := source.bytes(1)[0]) > 1 or (not whole and resolve is None):
-        raise ValueError("its tables of failure domains are elsewhere")
     domains: list[Domains] = []
-    for _ in range(source.count()):  # each takes at least four bytes
-        if whole or resolve is None:
-            domains.append(tuple(texts[number] for number in source.numbers()))
-        else:
-            domains.append(resolve(source.bytes(_DIGEST_BYTES).hex()))
+    for _ in range(source.count()):  # each takes some bytes, so the end comes first
+        domains.append(resolve(source.bytes(_DIGEST_BYTES).hex()))
     return Roster(
         generation=generation,
         generation_id=generation_id,

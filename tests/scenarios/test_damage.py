@@ -158,22 +158,35 @@ def test_a_roster_of_nonsense_is_a_rendezvous_error(seed: int) -> None:
     rng = random.Random(seed)
     reports = (report(0, "a", ("a", "b")), report(1, "b", ("a", "b")))
     workers = (Worker("a", "00ff", 12, ("10.0.0.1", "fe80::1"), 4000), Worker("b", "00fe"))
-    good = roster.write_roster(Roster(1, 2, "x", False, False, workers, reports, "ab" * 16, 3), whole=True)
+    good = roster.write_roster(Roster(1, 2, "x", False, False, workers, reports, "ab" * 16, 3))
+    domains = roster.write_domains(("a", "b"))
+
+    def tables(digest: str) -> tuple[str, ...]:
+        if digest != roster.digest(("a", "b")):
+            raise RendezvousError("there is no such table")
+        return ("a", "b")
+
     read = 0
     for _ in range(3000):
         data = mutated(good, rng)
         try:
-            roster.read_roster(data)
+            roster.read_roster(data, tables)
         except RendezvousError:
             continue
         read += 1
+    for _ in range(3000):
+        with contextlib.suppress(RendezvousError):
+            roster.read_domains(mutated(domains, rng))
     assert read < 2000
     for size in range(len(good)):
         with pytest.raises(RendezvousError, match="the store holds bytes that no worker"):
-            roster.read_roster(good[:size])
+            roster.read_roster(good[:size], tables)
+    for size in range(len(domains)):
+        with pytest.raises(RendezvousError, match="the store holds bytes that no worker"):
+            roster.read_domains(domains[:size])
     for text in (b"", b"\xff", b"[]", b'{"workers": 3}', good + b"x", good[:-4] + b"\xff" * 4):
         with pytest.raises(RendezvousError, match="the store holds bytes that no worker"):
-            roster.read_roster(text)
+            roster.read_roster(text, tables)
         with pytest.raises(RendezvousError):
             roster.read_domains(text)
 

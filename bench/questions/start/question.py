@@ -71,7 +71,7 @@ def run(arguments: Arguments) -> list[Row]:
         scale = replace(scale, ranks=(int(arguments.setting),))
     rows = [row for ranks in scale.ranks for row in measure(scale, ranks, arguments.seed)]
     for ranks in SIMULATED_RANKS:
-        size = len(roster.write_roster(simulated(ranks), whole=True))
+        size = len(roster.write_roster(simulated(ranks)))
         rows.append(once("store_value_bytes_max", "bytes", size, ranks=ranks, simulated=1))
     return by_metric(rows)
 
