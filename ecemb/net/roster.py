@@ -35,7 +35,7 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -441,18 +441,12 @@ _MOST_DAMAGE = 300  # characters of the text about an unreadable arena
 _SUFFIX = ".arena"
 
 
-class _Table:
-    """Values that are written once, and referenced by number."""
+class _Table(dict[Any, int]):
+    """Values that are written once, and the numbers that stand for them."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
-
-    def number(self, value: object) -> int:
-        return self._numbers.setdefault(value, len(self._numbers))
-
-    @property
-    def values(self) -> list[Any]:
-        return list(self._numbers)
+    def __missing__(self, value: Any) -> int:
+        self[value] = number = len(self)
+        return number
 
 
 def digest(domains: Domains) -> str:
@@ -463,8 +457,8 @@ def digest(domains: Domains) -> str:
 def write_domains(domains: Domains) -> bytes:
     """Packs one table of failure domains: rank -> host."""
     texts = _Table()
-    numbers = [texts.number(name) for name in domains]
-    return _texts(texts.values) + _numbers(numbers)
+    numbers = [texts[name] for name in domains]
+    return _texts(texts) + _numbers(numbers)
 
 
 def read_domains(data: bytes) -> Domains:
@@ -480,18 +474,12 @@ def write_roster(roster: Roster) -> bytes:
     """Packs a roster, of whose arenas' constants only the `Identity` is needed."""
     texts, words, domains = _Table(), _Table(), _Table()
     workers = [
-        _WORKER.pack(
-            texts.number(one.host),
-            texts.number(one.nonce),
-            texts.number(",".join(one.addresses)),
-            one.pid,
-            one.port,
-        )
+        _WORKER.pack(texts[one.host], texts[one.nonce], texts[",".join(one.addresses)], one.pid, one.port)
         for one in roster.workers
     ]
     reports = [_report(one, texts, words, domains) for one in roster.reports]
     job = next((one.header.constants.job for one in roster.reports if one.header is not None), "")
-    fixed = [texts.number(text) for text in (roster.prefix, roster.secret, job)]
+    fixed = [texts[text] for text in (roster.prefix, roster.secret, job)]
     head = _HEAD.pack(
         _MAGIC,
         roster.generation,
@@ -502,8 +490,8 @@ def write_roster(roster: Roster) -> bytes:
         len(workers),
         len(reports),
     )
-    parts = [_texts(texts.values), _numbers(fixed), _COUNT.pack(len(words.values)), *words.values]
-    parts += [_COUNT.pack(len(domains.values)), *(bytes.fromhex(digest(one)) for one in domains.values)]
+    parts = [_texts(texts), _numbers(fixed), _COUNT.pack(len(words)), *words]
+    parts += [_COUNT.pack(len(domains)), *(bytes.fromhex(digest(one)) for one in domains)]
     return b"".join([head, *parts, *workers, *reports])
 
 
@@ -524,23 +512,23 @@ def _report(one: Report, texts: _Table, words: _Table, domains: _Table) -> bytes
     folder, file = os.path.split(one.path)
     named, damage, holder = _NOTHING, _NOTHING, -1 if one.holder is None else one.holder
     if one.damage is not None:
-        damage = texts.number(one.damage[:_MOST_DAMAGE])
+        damage = texts[one.damage[:_MOST_DAMAGE]]
     says = name = rank = where = _NOTHING
     if (header := one.header) is not None:
         identity = header.constants
-        name, rank, where = texts.number(identity.arena_id), identity.rank, domains.number(identity.domains)
+        name, rank, where = texts[identity.arena_id], identity.rank, domains[identity.domains]
         generations = (header.joined, header.generation_id, header.opened)
         numbers = (*generations, header.committed, header.prepared, header.undeclared)
-        says = words.number(_WORDS.pack(header.state, *numbers, identity.fill))
+        says = words[_WORDS.pack(header.state, *numbers, identity.fill)]
         if file == identity.arena_id + _SUFFIX:
             named = name
     if named == _NOTHING:
-        named = texts.number(file)
-    place = texts.number(one.host), texts.number(folder), named
+        named = texts[file]
+    place = texts[one.host], texts[folder], named
     return _REPORT.pack(*place, damage, holder, says, name, rank, where, one.torn, one.incompatible)
 
 
-def _texts(values: Sequence[str]) -> bytes:
+def _texts(values: Collection[str]) -> bytes:
     encoded = [value.encode("utf-8", "surrogateescape") for value in values]
     return _COUNT.pack(len(values)) + b"".join(_TEXT.pack(len(text)) + text for text in encoded)
 
