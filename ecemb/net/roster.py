@@ -35,7 +35,8 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -384,10 +385,7 @@ def _mark(client: _StoreClient, name: str) -> int:
     try:
         return max(0, int(text))
     except ValueError as error:
-        raise RendezvousError(
-            f"the store's mark `{name}` is {text[:40]!r}, which no worker of ecemb stores: does another "
-            f"program use the store? {_OWN_STORE}"
-        ) from error
+        raise _foreign(f"the mark `{name}` with the value {text[:40]!r}") from error
 
 
 def _unannounced(client: _StoreClient, span: Sequence[int]) -> list[int]:
@@ -467,7 +465,9 @@ def read_domains(data: bytes) -> Domains:
     Raises:
         RendezvousError: `write_domains` does not return such bytes.
     """
-    return _guarded(_read_domains, data)
+    with _reading(data) as source:
+        texts = source.texts()
+        return tuple(texts[number] for number in source.numbers())
 
 
 def write_roster(roster: Roster) -> bytes:
@@ -505,7 +505,30 @@ def read_roster(data: bytes, resolve: Resolve) -> Roster:
     Raises:
         RendezvousError: `write_roster` does not return such bytes.
     """
-    return _guarded(lambda source: _read(source, resolve), data)
+    with _reading(data) as source:
+        magic, generation, generation_id, opened, started, finished, workers, reports = source.unpack(_HEAD)
+        if magic != _MAGIC:
+            raise ValueError(f"it begins with {magic!r}")
+        texts = source.texts()
+        prefix, secret, job = (texts[number] for number in source.numbers())
+        bytes.fromhex(secret)
+        words = [_words(*one) for one in source.records(_WORDS, source.count())]
+        domains: list[Domains] = []
+        for _ in range(source.count()):  # each takes some bytes, so the end comes first
+            domains.append(resolve(source.bytes(_DIGEST_BYTES).hex()))
+        return Roster(
+            generation=generation,
+            generation_id=generation_id,
+            prefix=prefix,
+            started=bool(started),
+            finished=bool(finished),
+            workers=tuple(_worker(texts, *one) for one in source.records(_WORKER, workers)),
+            reports=tuple(
+                _found(job, texts, words, domains, *one) for one in source.records(_REPORT, reports)
+            ),
+            secret=secret,
+            opened=opened,
+        )
 
 
 def _report(one: Report, texts: _Table, words: _Table, domains: _Table) -> bytes:
@@ -574,46 +597,15 @@ class _Source:
             raise ValueError(f"{len(self._data) - self._at} bytes too many")
 
 
-def _guarded(parse: Callable[[_Source], T], data: bytes) -> T:
+@contextmanager
+def _reading(data: bytes) -> Generator[_Source]:
+    """Bytes that a block reads to their end."""
     source = _Source(data)
     try:
-        result = parse(source)
+        yield source
         source.end()
     except (ValueError, IndexError, OverflowError, struct.error) as error:
-        raise RendezvousError(
-            f"the store holds bytes that no worker of this version of ecemb writes ({type(error).__name__}: "
-            f"{error}): do all hosts run the same version, and does no other program use the store?"
-        ) from error
-    return result
-
-
-def _read_domains(source: _Source) -> Domains:
-    texts = source.texts()
-    return tuple(texts[number] for number in source.numbers())
-
-
-def _read(source: _Source, resolve: Resolve) -> Roster:
-    magic, generation, generation_id, opened, started, finished, workers, reports = source.unpack(_HEAD)
-    if magic != _MAGIC:
-        raise ValueError(f"it begins with {magic!r}")
-    texts = source.texts()
-    prefix, secret, job = (texts[number] for number in source.numbers())
-    bytes.fromhex(secret)
-    words = [_words(*one) for one in source.records(_WORDS, source.count())]
-    domains: list[Domains] = []
-    for _ in range(source.count()):  # each takes some bytes, so the end comes first
-        domains.append(resolve(source.bytes(_DIGEST_BYTES).hex()))
-    return Roster(
-        generation=generation,
-        generation_id=generation_id,
-        prefix=prefix,
-        started=bool(started),
-        finished=bool(finished),
-        workers=tuple(_worker(texts, *one) for one in source.records(_WORKER, workers)),
-        reports=tuple(_found(job, texts, words, domains, *one) for one in source.records(_REPORT, reports)),
-        secret=secret,
-        opened=opened,
-    )
+        raise _foreign(f"bytes ({type(error).__name__}: {error})") from error
 
 
 def _words(state: int, *numbers: int) -> dict[str, int]:

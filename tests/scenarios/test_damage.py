@@ -179,13 +179,13 @@ def test_a_roster_of_nonsense_is_a_rendezvous_error(seed: int) -> None:
             roster.read_domains(mutated(domains, rng))
     assert read < 2000
     for size in range(len(good)):
-        with pytest.raises(RendezvousError, match="the store holds bytes that no worker"):
+        with pytest.raises(RendezvousError, match="the store holds bytes"):
             roster.read_roster(good[:size], tables)
     for size in range(len(domains)):
-        with pytest.raises(RendezvousError, match="the store holds bytes that no worker"):
+        with pytest.raises(RendezvousError, match="the store holds bytes"):
             roster.read_domains(domains[:size])
     for text in (b"", b"\xff", b"[]", b'{"workers": 3}', good + b"x", good[:-4] + b"\xff" * 4):
-        with pytest.raises(RendezvousError, match="the store holds bytes that no worker"):
+        with pytest.raises(RendezvousError, match="the store holds bytes"):
             roster.read_roster(text, tables)
         with pytest.raises(RendezvousError):
             roster.read_domains(text)

@@ -218,7 +218,7 @@ def test_the_generation_is_above_every_one_that_the_store_has_seen() -> None:
         for above in (2, 4):  # a start that moves memory takes the number in between
             assert alone(store, f"n{above}").generation == far + above
         store.set(mark, "soon")
-        with pytest.raises(RendezvousError, match=f"mark `{mark}` is b'soon'"):
+        with pytest.raises(RendezvousError, match=f"mark `{mark}` with the value b'soon'"):
             alone(store, "n3")
 
 
