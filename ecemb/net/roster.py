@@ -27,7 +27,6 @@ raise RendezvousError.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import ipaddress
 import json
@@ -38,7 +37,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -247,7 +246,7 @@ class _Leader:
         nonces = [one.nonce for one in roster.workers]
         left = [*self._before.nonces, *known.difference(nonces)]
         names, tables = [*self._before.names, *self._names_given], {*self._before.tables, *client.tables}
-        client.put("current", _Plans(names, [*nonces, *left], sorted(tables)).to_json())
+        client.put("current", json.dumps(_Plans(names, [*nonces, *left], sorted(tables))))
         if last is not None:
             if client.put_once(f"verdict/{last.prefix}", name) == _COUNTS:
                 return last
@@ -295,11 +294,10 @@ class _Leader:
         }
         client.remove(*(f"domains/{old}" for old in {*before.tables, *client.tables} - used))
         last = _Plans([roster.prefix], [one.nonce for one in roster.workers], sorted(used), counted=True)
-        client.put("current", last.to_json())
+        client.put("current", json.dumps(last))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plans:
+class _Plans(NamedTuple):
     """A leader's entry for the next start's leader.
 
     Attributes:
@@ -309,13 +307,10 @@ class _Plans:
         counted: whether the last plan counted, so that it is in no mailbox any more.
     """
 
-    names: list[str] = dataclasses.field(default_factory=list[str])
-    nonces: list[str] = dataclasses.field(default_factory=list[str])
-    tables: list[str] = dataclasses.field(default_factory=list[str])
+    names: Sequence[str] = ()
+    nonces: Sequence[str] = ()
+    tables: Sequence[str] = ()
     counted: bool = False
-
-    def to_json(self) -> str:
-        return json.dumps([self.names, self.nonces, self.tables, self.counted])
 
     @classmethod
     def of(cls, text: bytes) -> _Plans:
@@ -349,11 +344,10 @@ def _propose(client: _StoreClient, prefix: str, announced: Sequence[Roster]) -> 
     )
     headers = [one.header for one in reports if one.header is not None]
     opened = _mark(client, "started")
-    if held := [
-        one.header.opened for one in reports if one.header and one.holder is not None and _began(one)
-    ]:
+    held = [one.header for one in reports if one.header is not None and one.holder is not None]
+    if began := [one.opened for one in held if one.state in (State.LIVE, State.REBUILDING)]:
         # Another launch of the job runs. Its memory may be gone when this job is started again.
-        opened = max(opened, 0, *held)
+        opened = max(opened, 0, *began)
         client.put("started", str(opened))
     known = [_mark(client, "generation"), opened, *(max(h.joined, h.opened) for h in headers)]
     generation = max(
@@ -371,10 +365,6 @@ def _propose(client: _StoreClient, prefix: str, announced: Sequence[Roster]) -> 
         secret=secrets.token_hex(16),
         opened=opened,
     )
-
-
-def _began(report: Report) -> bool:
-    return report.header is not None and report.header.state in (State.LIVE, State.REBUILDING)
 
 
 def _mark(client: _StoreClient, name: str) -> int:
