@@ -81,23 +81,26 @@ class Roster:
         generation: number of this start; higher than every one before it.
         generation_id: random, below 2**62.
         prefix: fresh prefix in the store for this start's process groups.
-        started: the job's `started` mark stands in the store.
-        finished: its `finished` mark does.
+        finished: the job's `finished` mark stands in the store.
         workers: in the order of torchrun's RANK.
         reports: every arena found on any host, each once.
         secret: random, in hex; known to the workers of this start only.
-        opened: the last generation that was opened as far as the store knows.
+        opened: the last generation that was opened as far as the store knows, by the job's `started` mark.
     """
 
     generation: int
     generation_id: int
     prefix: str
-    started: bool
     finished: bool
     workers: tuple[Worker, ...]
     reports: tuple[Report, ...] = ()
     secret: str = dataclasses.field(default="", repr=False)
     opened: int = NONE
+
+    @property
+    def started(self) -> bool:
+        """Whether the store knows that the job has started."""
+        return self.opened != NONE
 
     @property
     def headers(self) -> list[Header]:

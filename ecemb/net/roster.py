@@ -326,7 +326,7 @@ def _announce(client: _StoreClient, worker: Worker, reports: Sequence[Report], i
     for names in sorted(domains):
         if not client.has(key := f"domains/{digest(names)}"):
             client.put(key, write_domains(names))
-    alone = Roster(0, 0, "", False, False, (worker,), tuple(reports))
+    alone = Roster(0, 0, "", False, (worker,), tuple(reports))
     client.put(f"announce/{index}", write_roster(alone))
     client.add("arrivals", 1)
 
@@ -358,7 +358,6 @@ def _propose(client: _StoreClient, prefix: str, announced: Sequence[Roster]) -> 
         generation=generation,
         generation_id=secrets.randbits(62),
         prefix=prefix,
-        started=opened != NONE,
         finished=client.has("finished"),
         workers=tuple(roster.workers[0] for roster in announced),
         reports=reports,
@@ -417,7 +416,7 @@ Domains = tuple[str, ...]
 Resolve = Callable[[str], Domains]
 
 _MAGIC = b"ecembR03"
-_HEAD = struct.Struct("<8sqqqBBII")  # generation, its id, opened, started, finished, workers, reports
+_HEAD = struct.Struct("<8sqqqBII")  # generation, its id, opened, finished, workers, reports
 _COUNT = struct.Struct("<I")
 _TEXT = struct.Struct("<H")
 _WORDS = struct.Struct("<Bqqqqqqq")  # state, joined, its id, opened, committed, prepared, undeclared; fill
@@ -475,7 +474,6 @@ def write_roster(roster: Roster) -> bytes:
         roster.generation,
         roster.generation_id,
         roster.opened,
-        roster.started,
         roster.finished,
         len(workers),
         len(reports),
@@ -496,7 +494,7 @@ def read_roster(data: bytes, resolve: Resolve) -> Roster:
         RendezvousError: `write_roster` does not return such bytes.
     """
     with _reading(data) as source:
-        magic, generation, generation_id, opened, started, finished, workers, reports = source.unpack(_HEAD)
+        magic, generation, generation_id, opened, finished, workers, reports = source.unpack(_HEAD)
         if magic != _MAGIC:
             raise ValueError(f"it begins with {magic!r}")
         texts = source.texts()
@@ -510,7 +508,6 @@ def read_roster(data: bytes, resolve: Resolve) -> Roster:
             generation=generation,
             generation_id=generation_id,
             prefix=prefix,
-            started=bool(started),
             finished=bool(finished),
             workers=tuple(_worker(texts, *one) for one in source.records(_WORKER, workers)),
             reports=tuple(

@@ -158,7 +158,7 @@ def test_a_roster_of_nonsense_is_a_rendezvous_error(seed: int) -> None:
     rng = random.Random(seed)
     reports = (report(0, "a", ("a", "b")), report(1, "b", ("a", "b")))
     workers = (Worker("a", "00ff", 12, ("10.0.0.1", "fe80::1"), 4000), Worker("b", "00fe"))
-    good = roster.write_roster(Roster(1, 2, "x", False, False, workers, reports, "ab" * 16, 3))
+    good = roster.write_roster(Roster(1, 2, "x", False, workers, reports, "ab" * 16, 3))
     domains = roster.write_domains(("a", "b"))
 
     def tables(digest: str) -> tuple[str, ...]:

@@ -169,7 +169,7 @@ def simulated(ranks: int) -> Roster:
         )
         reports.append(Report(host, f"/dev/shm/ecemb-1000/dlrm/{host}/{rank:016x}.arena", header, None, None))
     secret = "ab" * 16
-    return Roster(10**18 + 1, 2**61, "c" * 16, True, False, tuple(workers), tuple(reports), secret, 10**18)
+    return Roster(10**18 + 1, 2**61, "c" * 16, False, tuple(workers), tuple(reports), secret, 10**18)
 
 
 def _rank(header: Header | None) -> int | None:

@@ -287,5 +287,5 @@ def test_memory_that_the_job_went_on_without_is_nobodys_seat() -> None:
 
 def test_only_the_headers_that_can_be_read_are_its_headers() -> None:
     first, damaged = report(0, "a", "ab"), Report("a", "/a/1", None, "cut", None)
-    roster = Roster(1, 1, "", False, False, (Worker("a", "1"),), (first, damaged))
+    roster = Roster(1, 1, "", False, (Worker("a", "1"),), (first, damaged))
     assert roster.headers == [first.header]

@@ -456,6 +456,6 @@ def test_a_roster_comes_back_as_it_was() -> None:
     reports = (report(0, "a", "ab"), Report("a", "/a/x", None, "the checksum doesn't match", 12))
     named = dataclasses.replace(reports[0], path="/a/00000000.arena", holder=0)
     workers = (Worker("a", "1", 7, ("10.0.0.1", "fe80::1"), 65535), Worker("b", "2"))
-    roster = Roster(2**62, 2**62 - 1, "abc", True, False, workers, (*reports, named), "ab" * 16, 2**61)
+    roster = Roster(2**62, 2**62 - 1, "abc", False, workers, (*reports, named), "ab" * 16, 2**61)
     tables = {roster_module.digest(("a", "b")): ("a", "b")}
     assert roster_module.read_roster(roster_module.write_roster(roster), tables.__getitem__) == roster
