@@ -20,7 +20,7 @@ import datetime
 import enum
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -218,7 +218,7 @@ class Transport(Waits):
             PeerFailure: a peer died or did not come before the deadline.
         """
         received = np.empty_like(send)
-        self._all_to_all(send.reshape(-1), received.reshape(-1), None, None, what)
+        self._all_to_all(send.reshape(-1), received.reshape(-1), what)
         return received
 
     def exchange(
@@ -299,13 +299,8 @@ class Transport(Waits):
         words = (-(-sizes // 8)).tolist()
         send = np.frombuffer(bytearray(padded * self.world_size), np.uint64)
         out = np.empty(sum(words), np.uint64)
-        self._all_to_all(
-            send.view(np.int64),
-            out.view(np.int64),
-            [len(padded) // 8] * self.world_size,
-            words,
-            what,
-        )
+        sizes_sent = [len(padded) // 8] * self.world_size
+        self._all_to_all(send.view(np.int64), out.view(np.int64), what, words, sizes_sent)
         edges = np.cumsum([0, *words]).tolist()
         return [
             out[a:b].tobytes()[:size]
@@ -370,24 +365,11 @@ class Transport(Waits):
         work: dist.Work = self.started(lambda: self._gloo.recv([tensor], source, tag), what)
         return lambda: self.ended(work, what)
 
-    def _all_to_all(
-        self,
-        send: Ints,
-        out: Ints,
-        send_words: Sequence[int] | None,
-        out_words: Sequence[int] | None,
-        what: str,
-    ) -> None:
+    def _all_to_all(self, send: Ints, out: Ints, what: str, *sizes: list[int]) -> None:
+        """Sends parts of an array to all ranks: equal ones, or of `sizes` (of what comes, of what goes)."""
+        tensors = torch.from_numpy(out), torch.from_numpy(send)
         work = self.started(
-            lambda: dist.all_to_all_single(
-                torch.from_numpy(out),
-                torch.from_numpy(send),
-                None if out_words is None else list(out_words),
-                None if send_words is None else list(send_words),
-                group=self._group,
-                async_op=True,
-            ),
-            what,
+            lambda: dist.all_to_all_single(*tensors, *sizes, group=self._group, async_op=True), what
         )
         self.ended(work, what)
 
