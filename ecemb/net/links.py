@@ -135,10 +135,9 @@ class Link:
 
     def take(self, size: int) -> bytes | None:
         """The next `size` received bytes, or None if they have not all come."""
-        if len(self._received) < size:
-            return None
-        data = bytes(self._received[:size])
-        del self._received[:size]
+        data = self.peek(size)
+        if data is not None:
+            del self._received[:size]
         return data
 
     def send(self, data: bytes) -> None:
@@ -301,7 +300,6 @@ class _Call:
     peer: int
     untried: list[str]
     next_at: float = 0.0
-    open: int = 0
     errors: dict[str, Exception] = dataclasses.field(default_factory=dict[str, Exception])
 
 
@@ -374,7 +372,8 @@ class _Meeting:
 
     def _dial(self, call: _Call, now: float) -> None:
         """Tries a peer's next address once the last address has failed, or takes long."""
-        if call.open and (now < call.next_at or not call.untried):
+        is_tried = any(contact.call is call for contact in self._contacts)
+        if is_tried and (now < call.next_at or not call.untried):
             return
         peer = self._peers[call.peer]
         if not call.untried:
@@ -424,8 +423,6 @@ class _Meeting:
     def _begin(self, contact: _Contact) -> None:
         self._contacts[contact] = None
         self._selector.register(contact.socket, selectors.EVENT_READ, contact)
-        if contact.call is not None:
-            contact.call.open += 1
         self._advance(contact)
 
     def _advance(self, contact: _Contact) -> None:
@@ -457,8 +454,6 @@ class _Meeting:
     def _forget(self, contact: _Contact) -> None:
         del self._contacts[contact]
         self._selector.unregister(contact.socket)
-        if contact.call is not None:
-            contact.call.open -= 1
 
     def _introduce(self, contact: _Contact, peer: int, error: int) -> Generator[int, None, Link]:
         """The caller's part: the answering end has to prove itself first."""
