@@ -2,14 +2,14 @@
 
 torchrun reuses its store, with entries of dead workers in it. So every worker stores its announcement under
 its index, where its successor overwrites it, and waits at its own mailbox, named by a random nonce. The
-worker with torchrun's RANK 0 leads: it reads all announcements, writes one plan, the roster, and puts the
-plan's name into every mailbox. A plan counts when all of its workers have taken it. A plan with a dead worker
-never counts, and is superseded when that worker's successor has come.
+worker with torchrun's RANK 0 leads: it reads all announcements, writes one proposal, the roster, and puts the
+proposal's name into every mailbox. A proposal counts when all of its workers have taken it. One with a dead
+worker never counts, and is superseded when that worker's successor has come.
 
     announce/I    the announcement of worker I        arrivals    number of announcements so far
-    domains/D     a table of failure domains          plan/NONCE  mailbox: the name of a plan
-    roster/P      a plan: the roster of all           taken/P     number of workers that have taken it
-    verdict/P     it counts, or the plan instead      current     plans that are in the store, and nonces
+    domains/D     a table of failure domains          plan/NONCE  mailbox: the name of a proposal
+    roster/P      a proposal: the roster of all       taken/P     number of workers that have taken it
+    verdict/P     it counts, or the proposal instead  current     proposals in the store, and nonces
 
 Nothing here grows with the tables, or from start to start: a start overwrites or removes the entries of the
 last start. All workers but the leader make a few operations, whatever their number is, and wait without
@@ -198,12 +198,12 @@ class _Leader:
         self._client, self._worker, self._world_size = client, worker, world_size
         self._names = [f"announce/{i}" for i in range(world_size)]
         self._arrivals = 0
-        self._before = _Plans.of(client.get("current")) if client.has("current") else _Plans()
+        self._before = _Proposals.of(client.get("current")) if client.has("current") else _Proposals()
         self._names_given: list[str] = []
         self._roster: Roster | None = None
 
     def lead(self) -> Roster:
-        """Plans, and plans again while a dead worker is in the plan."""
+        """Proposes, and proposes again while a dead worker is in the proposal."""
         announced = self._first()
         while True:
             roster = self._publish(announced)
@@ -214,7 +214,7 @@ class _Leader:
         return roster
 
     def _first(self) -> list[Roster]:
-        """The announcements of all workers, without those of workers that an earlier start planned with."""
+        """The announcements of all workers, without those of workers in an earlier start's proposal."""
         size, dead = self._world_size, set(self._before.nonces)
         alive: list[int] = []
         enough = 0
@@ -237,7 +237,7 @@ class _Leader:
         raise _late(size, _unannounced(self._client, missing) or missing)  # or they are an earlier start's
 
     def _publish(self, announced: Sequence[Roster]) -> Roster:
-        """Writes a plan and sends its name to its workers; returns the plan before it if that one counts."""
+        """Writes a proposal and sends its name to its workers; returns the one before it if that counts."""
         client, name, last = self._client, secrets.token_hex(8), self._roster
         roster = _propose(client, name, announced)
         client.put(f"roster/{name}", write_roster(roster))
@@ -246,7 +246,7 @@ class _Leader:
         nonces = [one.nonce for one in roster.workers]
         left = [*self._before.nonces, *known.difference(nonces)]
         names, tables = [*self._before.names, *self._names_given], {*self._before.tables, *client.tables}
-        client.put("current", json.dumps(_Plans(names, [*nonces, *left], sorted(tables))))
+        client.put("current", json.dumps(_Proposals(names, [*nonces, *left], sorted(tables))))
         if last is not None:
             if client.put_once(f"verdict/{last.prefix}", name) == _COUNTS:
                 return last
@@ -257,7 +257,7 @@ class _Leader:
         return roster
 
     def _settled(self, name: str, announced: Sequence[Roster]) -> list[Roster] | None:
-        """Returns None once a plan counts; the new announcements, if they differ from the planned ones."""
+        """Returns None once a proposal counts; the new announcements, if they differ from the proposed ones."""
         again_at = time.monotonic() + _AGAIN_S
         for _ in self._client.looks():
             if self._client.has(f"verdict/{name}"):
@@ -281,7 +281,7 @@ class _Leader:
         return announced
 
     def _clean(self, roster: Roster) -> None:
-        """Removes the entries of earlier starts, and this start's plans that did not count."""
+        """Removes the entries of earlier starts, and this start's proposals that did not count."""
         client, before = self._client, self._before
         for name in {*before.names, *self._names_given} - {roster.prefix}:
             client.remove(f"roster/{name}", f"taken/{name}", f"verdict/{name}")
@@ -293,18 +293,18 @@ class _Leader:
             digest(names) for names in {one.header.constants.domains for one in roster.reports if one.header}
         }
         client.remove(*(f"domains/{old}" for old in {*before.tables, *client.tables} - used))
-        last = _Plans([roster.prefix], [one.nonce for one in roster.workers], sorted(used), counted=True)
+        last = _Proposals([roster.prefix], [one.nonce for one in roster.workers], sorted(used), counted=True)
         client.put("current", json.dumps(last))
 
 
-class _Plans(NamedTuple):
+class _Proposals(NamedTuple):
     """A leader's entry for the next start's leader.
 
     Attributes:
-        names: of its plans, the last plan last.
-        nonces: of the workers in the last plan.
+        names: of its proposals, the last one last.
+        nonces: of the workers in the last proposal.
         tables: digests of tables of failure domains that are in the store.
-        counted: whether the last plan counted, so that it is in no mailbox any more.
+        counted: whether the last proposal counted, so that it is in no mailbox any more.
     """
 
     names: Sequence[str] = ()
@@ -313,12 +313,12 @@ class _Plans(NamedTuple):
     counted: bool = False
 
     @classmethod
-    def of(cls, text: bytes) -> _Plans:
+    def of(cls, text: bytes) -> _Proposals:
         try:
             names, nonces, tables, counted = json.loads(text)
             return cls(list(map(str, names)), list(map(str, nonces)), list(map(str, tables)), bool(counted))
         except (ValueError, TypeError, RecursionError) as error:
-            raise _foreign(f"an invalid list of plans ({error})") from error
+            raise _foreign(f"an invalid list of proposals ({error})") from error
 
 
 def _announce(client: _StoreClient, worker: Worker, reports: Sequence[Report], index: int) -> None:
@@ -332,7 +332,7 @@ def _announce(client: _StoreClient, worker: Worker, reports: Sequence[Report], i
 
 
 def _take(client: _StoreClient, name: str, nonce: str, world_size: int) -> None:
-    """Finds this worker in a plan, which counts once all of its workers have done so."""
+    """Finds this worker in a proposal, which counts once all of its workers have done so."""
     client.remove(f"plan/{nonce}")
     if client.add(f"taken/{name}", 1) == world_size:
         client.put_once(f"verdict/{name}", _COUNTS)

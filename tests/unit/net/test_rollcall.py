@@ -47,8 +47,8 @@ class Starts:
         self._threads.append(threading.Thread(target=run, daemon=True))
         self._threads[-1].start()
 
-    def await_plan(self, other_than: str = "") -> str:
-        """Returns the leader's plan once there is another one than `other_than`."""
+    def await_proposal(self, other_than: str = "") -> str:
+        """Returns the leader's proposal once there is another one than `other_than`."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             if self.store.check(["current"]):
@@ -56,7 +56,7 @@ class Starts:
                 if name != other_than:
                     return name
             time.sleep(0.001)
-        raise AssertionError("no plan")
+        raise AssertionError("no proposal")
 
     def join(self) -> None:
         for thread in self._threads:
@@ -118,7 +118,7 @@ def test_all_workers_get_the_same_roster(starts: Starts, size: int, seed: int) -
 
 
 @pytest.mark.slow
-def test_workers_of_an_earlier_start_are_not_planned_with(starts: Starts) -> None:
+def test_workers_of_an_earlier_start_are_not_proposed(starts: Starts) -> None:
     """torchrun reuses its store: the leader waits for those whom it knows to be dead."""
     for index in range(3):
         starts.begin(index, 3, f"old{index}")
@@ -142,25 +142,25 @@ def test_a_leader_that_comes_last_does_not_let_the_others_run_ahead(starts: Star
 
 
 def test_a_worker_that_died_during_the_rendezvous_is_replaced_by_its_successor(starts: Starts) -> None:
-    """The leader can't tell that it is dead, and plans with it; that plan never counts."""
+    """The leader can't tell that it is dead, and proposes it; that proposal never counts."""
     starts.die_after_announcing(1, "dead")
     starts.begin(2, 3, "c")
     starts.begin(0, 3, "a")
-    superseded = starts.await_plan()
+    superseded = starts.await_proposal()
     starts.begin(1, 3, "b")
     roster = starts.agreed("a", "b", "c")
     assert roster.prefix != superseded
     assert not starts.store.check([f"roster/{superseded}"])
 
 
-def test_a_start_without_a_plan_is_not_planned_with_once_its_successors_have_come(
+def test_a_start_without_a_proposal_is_not_proposed_once_its_successors_have_come(
     starts: Starts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its leader died first: no rank has recorded its members. And one worker comes after all others."""
     for index in range(3):
         starts.begin(index, 3, f"old{index}")
     starts.agreed("old0", "old1", "old2")
-    starts.die_after_announcing(1, "unplanned")
+    starts.die_after_announcing(1, "unproposed")
     looked, read = threading.Event(), roster_module._Leader._read
 
     def reads(self: roster_module._Leader) -> list[Roster]:
@@ -357,7 +357,7 @@ class Cluster:
         return found
 
     def start(self) -> tuple[Roster, Recorder, list[Recorder]]:
-        """All announce themselves; the leader and one other run to the end, the rest take the plan."""
+        """All announce themselves; the leader and one other run to the end, the rest take the proposal."""
         self.starts += 1
         found = self.reports()
         workers = [
