@@ -1,12 +1,12 @@
 """The workers of a start agree on one roster over torchrun's store (docs/protocol.md, 3.1).
 
-torchrun reuses its store, with entries of dead workers in it. So every worker stores its announcement under
-its index, where its successor overwrites it, and waits at its own mailbox, named by a random nonce. The
-worker with torchrun's RANK 0 leads: it reads all announcements, writes one proposal, the roster, and puts the
+torchrun reuses its store, with entries of dead workers in it. So every worker stores its entry under its
+index, where its successor overwrites it, and waits at its own mailbox, named by a random nonce. The
+worker with torchrun's RANK 0 leads: it reads all entries, writes one proposal, the roster, and puts the
 proposal's name into every mailbox. A proposal counts when all of its workers have taken it. One with a dead
 worker never counts, and is superseded when that worker's successor has come.
 
-    announce/I    the announcement of worker I        arrivals    number of announcements so far
+    announce/I    the entry of worker I               arrivals    number of such entries so far
     domains/D     a table of failure domains          plan/NONCE  mailbox: the name of a proposal
     roster/P      a proposal: the roster of all       taken/P     number of workers that have taken it
     verdict/P     it counts, or the proposal instead  current     proposals in the store, and nonces
@@ -15,8 +15,8 @@ Nothing here grows with the tables, or from start to start: a start overwrites o
 last start. All workers but the leader make a few operations, whatever their number is, and wait without
 polling; while the leader waits for others, it polls one counter.
 
-Owns the bytes in which workers announce themselves, and in which all learn the roster: one compact form of a
-`Roster`; a worker's announcement is a roster of that worker alone. Every text and every set of words is
+Owns the wire format of rosters, in which workers announce themselves, and in which all learn the roster: a
+worker's entry is a roster of that worker alone. Every text and every set of words is
 written once, because on most starts all arenas say the same. A table of failure domains grows with the ranks,
 and so it is a value of its own, which rosters name by a digest.
 
@@ -53,7 +53,7 @@ _COUNTS = "counts"
 _OWN_STORE = "Give the launch an --rdzv-id and --rdzv-endpoint of its own"
 _SHORTEST_S, _LONGEST_S = 0.005, 0.05  # between two reads of a counter
 _ROUNDING_S = 0.01  # of the store's deadlines
-_AGAIN_S = 0.25  # before a second read of announcements that may be a dead worker's
+_AGAIN_S = 0.25  # before a second read of entries that may be a dead worker's
 
 
 def agree(
@@ -214,7 +214,7 @@ class _Leader:
         return roster
 
     def _first(self) -> list[Roster]:
-        """The announcements of all workers, without those of workers in an earlier start's proposal."""
+        """The entries of all workers, without those of workers in an earlier start's proposal."""
         size, dead = self._world_size, set(self._before.nonces)
         alive: list[int] = []
         enough = 0
@@ -225,7 +225,7 @@ class _Leader:
             if not self._client.has(*self._names):
                 enough = max(arrivals + 1, size)
                 continue
-            # Read all: an earlier announcement may be a dead worker's, whose successor has come.
+            # Read all: an earlier entry may be a dead worker's, whose successor has come.
             announced = self._read()
             self._arrivals = arrivals
             alive = [i for i, one in enumerate(announced) if one.workers[0].nonce not in dead]
@@ -257,7 +257,7 @@ class _Leader:
         return roster
 
     def _settled(self, name: str, announced: Sequence[Roster]) -> list[Roster] | None:
-        """Returns None once a proposal counts; the new announcements, if they differ from the proposed ones."""
+        """Returns None once a proposal counts; the new entries, if they differ from the proposed ones."""
         again_at = time.monotonic() + _AGAIN_S
         for _ in self._client.looks():
             if self._client.has(f"verdict/{name}"):
@@ -274,10 +274,10 @@ class _Leader:
         raise _late(self._world_size, left or [0])
 
     def _read(self) -> list[Roster]:
-        """All announcements."""
+        """The entries of all workers."""
         announced = [read_roster(text, self._client.domains) for text in self._client.get_all(self._names)]
         if any(len(one.workers) != 1 for one in announced):
-            raise _foreign("an announcement that is not of one worker")
+            raise _foreign("a worker's entry that is not of one worker")
         return announced
 
     def _clean(self, roster: Roster) -> None:
@@ -378,7 +378,7 @@ def _mark(client: _StoreClient, name: str) -> int:
 
 
 def _unannounced(client: _StoreClient, span: Sequence[int]) -> list[int]:
-    """The workers without an announcement: by halves, as few are missing and one request clears a span."""
+    """The workers without an entry: by halves, as few are missing and one request clears a span."""
     if not span or client.has(*(f"announce/{i}" for i in span)):
         return []
     if len(span) == 1:

@@ -1,8 +1,8 @@
-"""A worker's end by an exception: its error file, its announcement to the others, its delay, and its end.
+"""A worker's end by an exception: its error file, its message to the others, its delay, and its end.
 
 Replaces sys.excepthook in a worker, so that the script needs no decorator. In this order:
 
-1. An error that another rank caused waits a moment for that rank's announcement, from the failure detector.
+1. An error that another rank caused waits a moment for that rank's message, from the failure detector.
 2. The error file is written before the others learn of the error, so that torchrun shows the first error as
    the root cause, and not a consequence of it.
 3. The traceback is printed, once. An attempt that ends like the attempt before, without a step in between,
@@ -43,7 +43,7 @@ from .wording import short
 logger: logging.Logger = logging.getLogger("ecemb")
 
 
-_NEWS_S = 2.0  # wait for the announcement of the rank that caused this error
+_NEWS_S = 2.0  # wait for the message of the rank that caused this error
 _LONGEST_WAIT_S = 60.0
 _LONGEST_LINE = 600  # of an error that another rank caused; only the reasons of many ranks are longer
 

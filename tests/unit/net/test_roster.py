@@ -1,4 +1,4 @@
-"""The roll call: all workers get one roster, no dead worker's word counts, and the store stays small."""
+"""The roster: all workers get the same one, no dead worker's word counts, and the store stays small."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Starts:
         return roster
 
     def die_after_announcing(self, index: int, nonce: str) -> None:
-        board = roster_module._StoreClient(self._open(), time.monotonic() + DEADLINE_S)
-        roster_module._announce(board, Worker("host", nonce), (), index)
+        client = roster_module._StoreClient(self._open(), time.monotonic() + DEADLINE_S)
+        roster_module._announce(client, Worker("host", nonce), (), index)
 
 
 @pytest.fixture(params=["hash", "tcp"])
@@ -95,7 +95,7 @@ def starts(request: pytest.FixtureRequest) -> Starts:
     return Starts(client)
 
 
-def test_a_start_with_fewer_workers_leaves_no_announcement_of_the_others(starts: Starts) -> None:
+def test_a_start_with_fewer_workers_leaves_no_entry_of_the_others(starts: Starts) -> None:
     """A later start with as many as before would take them for its own."""
     for size, name in ((3, "a"), (1, "b")):
         for index in range(size):
@@ -243,8 +243,8 @@ def test_a_start_that_meets_another_launch_remembers_that_the_job_had_started() 
 def test_the_deadline_names_who_is_missing(index: int, announced: tuple[int, ...], silent: str) -> None:
     store = dist.HashStore()
     for other in announced:
-        board = roster_module._StoreClient(store, time.monotonic() + DEADLINE_S)
-        roster_module._announce(board, Worker("host", f"dead{other}"), (), other)
+        client = roster_module._StoreClient(store, time.monotonic() + DEADLINE_S)
+        roster_module._announce(client, Worker("host", f"dead{other}"), (), other)
     with pytest.raises(RendezvousError, match=rf"3 workers .* no word from torchrun ranks {silent}"):
         roster_module.agree(store, Worker("host", "me"), (), index, 3, time.monotonic() - 1)
 
@@ -377,15 +377,17 @@ class Cluster:
                 clients[index], workers[index], arenas, index, size, deadline
             )
 
-        boards = [roster_module._StoreClient(client, deadline) for client in clients]
+        store_clients = [roster_module._StoreClient(client, deadline) for client in clients]
         for index in range(1, size - 1):
-            roster_module._announce(boards[index], workers[index], found[index // self.per_host], index)
+            roster_module._announce(
+                store_clients[index], workers[index], found[index // self.per_host], index
+            )
         threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in (0, size - 1)]
         for thread in threads:
             thread.start()
         for index in range(1, size - 1):
-            name = boards[index].wait(f"plan/{workers[index].nonce}")
-            roster_module._take(boards[index], name, workers[index].nonce, size)
+            name = store_clients[index].wait(f"plan/{workers[index].nonce}")
+            roster_module._take(store_clients[index], name, workers[index].nonce, size)
         for thread in threads:
             thread.join(DEADLINE_S)
         assert rosters[0] == rosters[size - 1]
@@ -417,7 +419,7 @@ def test_the_store_keeps_nothing_of_older_starts() -> None:
 
 
 def test_what_a_start_needs_of_the_store_does_not_grow_with_its_tables() -> None:
-    """The first tables' constants are in no rank's announcement, and in no roster."""
+    """The first tables' constants are in no rank's entry, and in no roster."""
     roster, *_ = Cluster(hosts=4).start()
     text = roster_module.write_roster(roster)
     assert b"sparse_arch" not in text
