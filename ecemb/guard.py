@@ -48,7 +48,7 @@ from .start.opening import Opened, open_memory
 from .start.request import FailureDomain, ParityBackend, RebuildMode, Request, codes_of
 from .state.data import Batches, bind
 from .state.rank_state import Stateful
-from .step.transaction import COMPARE_EVERY, Notice, Step, Transactions
+from .step.transaction import COMPARE_EVERY, Sigterm, Step, Transactions
 from .step.window import Window
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -80,9 +80,9 @@ class Guard:
             images=training.tables.images or None,
             background=opened.background,
         )
-        self._notice = Notice(self._transactions, session.watch)
+        self._sigterm = Sigterm(self._transactions, session.watch)
         if request.elastic:
-            self._notice.listen()
+            self._sigterm.listen()
         self._scrubber = Scrubber(opened.memory, transport)
         self._failed: str | None = None
         self._cause: str | None = None  # of the failure, if another rank caused it
@@ -146,7 +146,7 @@ class Guard:
             self._steps = self._activity.steps = self._steps + 1
             if aborted:
                 self._undone(step, aborted)
-            self._notice.obey()
+            self._sigterm.obey()
         except BaseException as error:
             self._fail(step.number, error)
             raise
@@ -426,7 +426,7 @@ class Guard:
 
     def _release(self, why: str) -> None:
         """Ends what belongs to the guard in this process; `why` says what has become of the job."""
-        self._notice.stop()
+        self._sigterm.stop()
         self._remaining.forget()
         self._tables.unwatch()
         self._optimizers.unwatch()

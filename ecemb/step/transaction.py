@@ -20,7 +20,7 @@ same as without `overlap`.
 `Step` is the user's view of one step. Beside `Transactions` stand: `OffArenaRows`, which brings changed rows
 of tables outside the arena into it when a transaction ends; `CommitThrottle`, by which the commit's thread
 works some time and then rests, so that no step is slowed down much, and never while training waits for the
-commit; `Between`, which warns of changes between two steps; `Notice`, which takes SIGTERM as a notice;
+commit; `Between`, which warns of changes between two steps; `Sigterm`, by which the process ends between two;
 `end_process`, the end of a process that has prepared a transaction and can't decide it (docs/protocol.md,
 1.1).
 
@@ -471,7 +471,7 @@ class Step:
         logger.log(level, "rank %d aborts step %d%s", self._transactions.rank, self.number, why)
 
 
-class Notice:
+class Sigterm:
     """Ends this process after a SIGTERM, as soon as no transaction of it is undecided.
 
     A script with a handler of its own keeps it, and this object does nothing.
@@ -501,7 +501,7 @@ class Notice:
             self._listens = False
 
     def obey(self) -> None:
-        """Ends the process if the notice has come. Called after each step.
+        """Ends the process if SIGTERM has come. Called after each step.
 
         Raises:
             The errors of `Transactions.settle`.

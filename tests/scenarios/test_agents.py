@@ -1,4 +1,4 @@
-"""torchrun's own elasticity, `--nnodes=2:3`: hosts die, join and give notice, and the job goes on in memory.
+"""torchrun's own elasticity, `--nnodes=2:3`: hosts die, join and get SIGTERM, and the job goes on in memory.
 
 Three agents on one machine stand for hosts of one rank each. The first one hosts the rendezvous, and stays.
 """
@@ -108,7 +108,7 @@ def assert_moved(root: Path, step: int, ranks: int) -> None:
     assert_same(torch.load(root / f"{step}-{ranks}.begins"), torch.load(root / f"{step}.state"))
 
 
-def test_hosts_die_join_and_give_notice(agents: Agents) -> None:
+def test_hosts_die_join_and_get_sigterm(agents: Agents) -> None:
     for host in "abc":
         agents.start(host)
     assert agents.train(3, "abc") == 0
@@ -128,7 +128,7 @@ def test_hosts_die_join_and_give_notice(agents: Agents) -> None:
 
     for path in agents.root.glob("*-2-*.trains"):
         path.unlink()
-    agents.processes["d"].send_signal(signal.SIGTERM)  # the notice: d's worker ends between two steps
+    agents.processes["d"].send_signal(signal.SIGTERM)  # d's worker ends between two steps
     step = agents.train(2, "ab")
     assert_moved(agents.root, step, 2)
     assert f"ends between two steps: step {step} is next" in agents.log("d")

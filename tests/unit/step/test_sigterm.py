@@ -1,4 +1,4 @@
-"""SIGTERM as a notice: when the process ends, and when it goes on. Each case is a forked child."""
+"""SIGTERM: when the process ends, and when it goes on. Each case is a forked child."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import signal
 import threading
 from collections.abc import Callable
 
-from ecemb.step.transaction import Notice
+from ecemb.step.transaction import Sigterm
 
 CHILD_LIVES = 7
 
 
 class Transactions:
-    """What a notice asks of a process's transactions."""
+    """What `Sigterm` asks of a process's transactions."""
 
     rank, next_step = 2, 5
 
@@ -26,7 +26,7 @@ class Transactions:
 
 
 class Watch:
-    """What a notice asks of a failure detector."""
+    """What `Sigterm` asks of a failure detector."""
 
     def announce_failure(self, error: str = "") -> None: ...
 
@@ -50,7 +50,7 @@ def terminate() -> None:
 
 def test_between_two_steps_the_process_ends_at_once() -> None:
     def act() -> None:
-        Notice(Transactions(is_between=True), None).listen()
+        Sigterm(Transactions(is_between=True), None).listen()
         terminate()
 
     assert ends(act) == -signal.SIGTERM
@@ -58,10 +58,10 @@ def test_between_two_steps_the_process_ends_at_once() -> None:
 
 def test_in_a_step_it_goes_on() -> None:
     def act() -> None:
-        notice = Notice(Transactions(is_between=False), None)
-        notice.listen()
+        sigterm = Sigterm(Transactions(is_between=False), None)
+        sigterm.listen()
         terminate()
-        notice.obey()
+        sigterm.obey()
 
     assert ends(act) == CHILD_LIVES
 
@@ -76,11 +76,11 @@ def test_after_the_step_it_settles_says_so_and_ends() -> None:
     transactions = Transactions(is_between=False)
 
     def act() -> None:
-        notice = Notice(transactions, Said())
-        notice.listen()
+        sigterm = Sigterm(transactions, Said())
+        sigterm.listen()
         terminate()
         transactions.is_between = True
-        notice.obey()
+        sigterm.obey()
 
     assert ends(act) == -signal.SIGTERM
     os.close(write)
@@ -88,29 +88,29 @@ def test_after_the_step_it_settles_says_so_and_ends() -> None:
     os.close(read)
 
 
-def test_without_a_notice_the_process_goes_on() -> None:
+def test_without_sigterm_the_process_goes_on() -> None:
     transactions = Transactions(is_between=True)
-    notice = Notice(transactions, None)
-    notice.obey()
+    sigterm = Sigterm(transactions, None)
+    sigterm.obey()
     assert transactions.settled == 0
 
 
 def test_a_handler_of_the_script_stays() -> None:
     def act() -> None:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(3))
-        notice = Notice(Transactions(is_between=True), None)
-        notice.listen()
-        notice.stop()
+        sigterm = Sigterm(Transactions(is_between=True), None)
+        sigterm.listen()
+        sigterm.stop()
         terminate()
 
     assert ends(act) == 3
 
 
-def test_a_closed_guard_hears_no_notice() -> None:
+def test_a_closed_guard_leaves_sigterm_to_the_process() -> None:
     def act() -> None:
-        notice = Notice(Transactions(is_between=False), None)
-        notice.listen()
-        notice.stop()
+        sigterm = Sigterm(Transactions(is_between=False), None)
+        sigterm.listen()
+        sigterm.stop()
         terminate()
 
     assert ends(act) == -signal.SIGTERM
@@ -118,8 +118,8 @@ def test_a_closed_guard_hears_no_notice() -> None:
 
 def test_a_thread_installs_no_handler() -> None:
     def act() -> None:
-        notice = Notice(Transactions(is_between=False), None)
-        thread = threading.Thread(target=notice.listen)
+        sigterm = Sigterm(Transactions(is_between=False), None)
+        thread = threading.Thread(target=sigterm.listen)
         thread.start()
         thread.join()
         terminate()
@@ -129,7 +129,7 @@ def test_a_thread_installs_no_handler() -> None:
 
 def test_a_forked_child_ends_at_once() -> None:
     def act() -> None:
-        Notice(Transactions(is_between=False), None).listen()
+        Sigterm(Transactions(is_between=False), None).listen()
         assert ends_inside() == -signal.SIGTERM
         os._exit(4)
 
