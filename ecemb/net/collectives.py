@@ -190,7 +190,7 @@ class Transport(Waits):
     Attributes:
         fabric: carries exchanges; None: they use the control group.
         notes: carry the rounds of disseminations; with no rank, before they are connected.
-        streams: carry swaps; with no rank, before they are connected.
+        swap_mesh: carries swaps; with no rank, before it is connected.
         sent_bytes: in exchanges and swaps, and point to point.
     """
 
@@ -199,8 +199,8 @@ class Transport(Waits):
         # Messages go to gloo itself: the operators of a group, which choose a backend for each, cost more.
         self._gloo: Any = group._get_backend(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage]
         self.fabric: Fabric | None = None
-        self.streams = Mesh([], self.rank, self.world_size, timeout_s)
-        self.notes = Notes(self.streams)
+        self.swap_mesh = Mesh([], self.rank, self.world_size, timeout_s)
+        self.notes = Notes(self.swap_mesh)
         self._exchanges = self._barriers = 0
         self.sent_bytes: int = 0
 
@@ -258,7 +258,7 @@ class Transport(Waits):
             heads: rank -> uint64, contiguous, overwritten with the first words of its message.
         """
         self.sent_bytes += sum(words.nbytes for words in send.values())
-        channels = self.streams.channels()
+        channels = self.swap_mesh.channels()
         for to, words in send.items():
             channels.send(to, words)
         channels.expect(heads)
@@ -328,7 +328,7 @@ class Transport(Waits):
 
     def close(self) -> None:
         """Ends the control group, and the fabric. All ranks, each for itself."""
-        for mesh in (self.streams, self.notes.mesh):
+        for mesh in (self.swap_mesh, self.notes.mesh):
             mesh.close()
         if self.fabric is not None:
             self.fabric.close()
@@ -336,7 +336,7 @@ class Transport(Waits):
 
     def hang_up(self) -> None:
         """Ends all waits for notes and swaps, of any thread, here and at the other ends."""
-        for mesh in (self.streams, self.notes.mesh):
+        for mesh in (self.swap_mesh, self.notes.mesh):
             mesh.hang_up()
 
     def send_note(self, words: Words, to: int, what: str, tag: int) -> None:

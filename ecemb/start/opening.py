@@ -13,7 +13,7 @@
 A check that can fail on one rank alone runs through `Transport.together`, so that it fails on all.
 
 Owns the connections that ecemb makes for itself, beside the training's own, with the session's deadline: the
-control group and its notes, which carry the collectives of the protocol; the streams, or the fabric that
+control group and its notes, which carry the collectives of the protocol; the mesh of swaps or the fabric that
 `parity_backend` asks for, which carry deltas; and those over which ranks ask for what they lost. All are
 collective calls. A gloo device is a thread that looks for messages a hundred times a second, also while there
 are none. The control group uses that of the training, where there is one.
@@ -211,7 +211,7 @@ def _attach(start: Start, kernels: contract.Kernels) -> RankMemory:
     session, backend, placement = start.session, start.request.parity_backend, start.world.placement
     if placement is not None:
         with start.watch.phase("connect"):
-            start.transport.streams = streams(session, start.transport, placement)
+            start.transport.swap_mesh = swap_mesh(session, start.transport, placement)
     if backend != "tcp" and placement is not None:
         with start.watch.phase("fabric"):
             start.transport.fabric = fabric(session, backend, start.transport)
@@ -452,7 +452,7 @@ def control_group(session: Session, *, notes: bool = False) -> Transport:
     return transport
 
 
-def streams(session: Session, transport: Transport, placement: Placement) -> Mesh:
+def swap_mesh(session: Session, transport: Transport, placement: Placement) -> Mesh:
     """This rank's connections for deltas, with those that keep each other's parity. All ranks."""
     near = {*placement.recipients(session.rank), *placement.senders(session.rank)}
     return _mesh(session, transport, sorted(near), b"streams")

@@ -540,7 +540,7 @@ def train_over_a_fabric(folder: Path, meet: Barrier, backend: str) -> tuple[dict
     return found
 
 
-def test_deltas_over_a_fabric_are_those_over_streams(tmp_path: Path) -> None:
+def test_deltas_over_a_fabric_are_those_over_a_mesh(tmp_path: Path) -> None:
     found: list[Any] = []
     for backend in ("nccl", "tcp"):
         (tmp_path / backend).mkdir()
@@ -548,7 +548,7 @@ def test_deltas_over_a_fabric_are_those_over_streams(tmp_path: Path) -> None:
     over_fabric, over_gloo = found
     assert [one[0] for one in over_fabric] == [one[0] for one in over_gloo]
     for (_, with_heads, _), (_, deltas, _) in zip(over_fabric, over_gloo, strict=True):
-        assert deltas < with_heads < 2 * deltas  # heads go over the streams first
+        assert deltas < with_heads < 2 * deltas  # heads go over the mesh first
     assert all(fits for _, _, fits in (*over_fabric, *over_gloo))
 
 

@@ -62,7 +62,7 @@ class Worker:
     def __init__(self, folder: Path, job: Job, lost: tuple[int, ...], timeout_s: float = DEADLINE_S) -> None:
         self.number, self.job, self.lost = dist.get_rank(), job, lost
         self.control = opening.control_group(session_of(), notes=True)
-        self.control.streams = opening.streams(session_of(), self.control, job.placement)
+        self.control.swap_mesh = opening.swap_mesh(session_of(), self.control, job.placement)
         layouts, kernels = job.layouts(self.number), get_kernels("reference")
         arena = create(
             Directory(folder, "job", f"host{self.number}"),

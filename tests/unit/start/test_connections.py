@@ -113,7 +113,7 @@ def hung_up() -> list[str]:
     """Another thread of rank 0 hangs up, while both ranks wait for notes and deltas of each other."""
     session = session_of()
     transport = opening.control_group(session, notes=True)
-    transport.streams = opening.streams(session, transport, Placement.ranks(2, 1, 2))
+    transport.swap_mesh = opening.swap_mesh(session, transport, Placement.ranks(2, 1, 2))
     peer, told = 1 - transport.rank, list[str]()
     other = threading.Thread(target=transport.hang_up if transport.rank == 0 else str)
     other.start()

@@ -202,11 +202,11 @@ def interrupted(owner: Any, name: str, *, at_begin: bool = False) -> Iterator[No
         yield
 
 
-def fail_over_streams(stage: str) -> str:
+def fail_over_a_mesh(stage: str) -> str:
     """Rank 1 fails after the verdict, and stays alive; the error of each rank."""
     transport = opening.control_group(session_of(), notes=True)
     rank, placement = transport.rank, Placement.ranks(4, 2, 4)
-    transport.streams = opening.streams(session_of(), transport, placement)
+    transport.swap_mesh = opening.swap_mesh(session_of(), transport, placement)
     fails = rank == 1
     agreement = Agreement(transport, placement, Full() if fails and stage == "without room" else Heap())
     edges, words = [0, LARGE, 2 * LARGE], np.zeros(2 * LARGE, np.uint64)
@@ -249,4 +249,4 @@ def fail_over_streams(stage: str) -> str:
 )
 def test_no_connection_stays_full_of_what_a_failed_rank_does_not_want(stage: str) -> None:
     """Its neighbours would wait until their messages are taken."""
-    assert run_ranks(4, fail_over_streams, stage) == ["StepFailed", "ValueError", "StepFailed", "StepFailed"]
+    assert run_ranks(4, fail_over_a_mesh, stage) == ["StepFailed", "ValueError", "StepFailed", "StepFailed"]
