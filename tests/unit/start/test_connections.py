@@ -76,7 +76,7 @@ def connected(folder: Path) -> list[bool]:
     with mock.patch.object(opening, "connect", late):
         transport = opening.control_group(session, notes=True)
         seen = [len(list(folder.iterdir())) >= session.world_size]
-        made = opening.streams(session, transport, Placement.ranks(3, 2, 3))
+        made = opening.swap_mesh(session, transport, Placement.ranks(3, 2, 3))
         seen.append(len(list(folder.iterdir())) == 2 * session.world_size)
     made.close()
     transport.close()
