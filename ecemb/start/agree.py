@@ -499,7 +499,7 @@ def check_checkpoint(
     saver.shared(
         transport,
         f"comparing the model with {stored.name}",
-        lambda: found.update(contents.check(stored, shards, *here)) or "",
+        lambda: found.update(contents.check(stored, shards, *here)),
     )
     return found
 

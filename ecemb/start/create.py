@@ -306,7 +306,7 @@ class InitialContent:
         shared(
             self.start.transport,
             f"reading rows of {stored.name}",
-            lambda: contents.restore_rows(reader, stored, self.memory, world.shards, world.sources) or "",
+            lambda: contents.restore_rows(reader, stored, self.memory, world.shards, world.sources),
         )
         return reader.read, stored
 
