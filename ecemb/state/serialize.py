@@ -62,16 +62,16 @@ def plain(
     try:
         return _copy(value, on_tensor, on_number)
     except NotPlainError:
-        raise ConfigurationError(_complaint(value, at)) from None
+        raise _refusal(value, at) from None
 
 
 class NotPlainError(Exception):
-    """A value has a type that `load` doesn't read. `_complaint` finds its place."""
+    """A value has a type that `load` doesn't read. `_refusal` finds its place."""
 
 
 def _copy(
     value: Any,
-    on_tensor: Callable[[torch.Tensor], object] | None,
+    on_tensor: Callable[[torch.Tensor], object] | None = None,
     on_number: Callable[[int | float], object] | None = None,
 ) -> Any:
     kind = type(value)  # in each step thousands of times: the types that are many come first
@@ -102,7 +102,7 @@ def _copy(
 def plain_key(key: Any) -> Any:
     """A key of a dict: a numpy scalar is found by the python value that equals it, if one does."""
     if not isinstance(key, np.generic):
-        return _copy(key, None)
+        return _copy(key)
     item = _item(key)
     if type(item) in _IN_NUMPY and item == key and hash(item) == hash(key):
         return item
@@ -150,33 +150,25 @@ def replaced(value: Any, known: Callable[[Any], bool], make: Callable[[Any], obj
     return value
 
 
-def _complaint(value: Any, at: str) -> str:
-    """The message for the first value that `_copy` refuses, with its place."""
-    items: Iterable[tuple[Any, str]] = ()
+def _refusal(value: Any, at: str) -> ConfigurationError:
+    """The error for the first value that `_copy` refuses, with its place."""
+    parts: list[tuple[Callable[[Any], object], Any, str]] = []
     if isinstance(value, Mapping):
-        pairs = list(cast("Mapping[Any, Any]", value).items())
-        for key, _ in pairs:
-            if _is_refused(plain_key, key):
-                return _complaint(key, f"a key in {at}")
-        items = ((item, f"{at}[{key!r}]") for key, item in pairs)
+        mapping = cast("Mapping[Any, Any]", value)
+        parts += [(plain_key, key, f"a key in {at}") for key in mapping]
+        parts += [(_copy, item, f"{at}[{key!r}]") for key, item in mapping.items()]
     elif type(value) in (list, tuple):
-        items = ((item, f"{at}[{i}]") for i, item in enumerate(value))
-    for item, there in items:
-        if _is_refused(_copy, item, lambda tensor: tensor):
-            return _complaint(item, there)
-    return (
+        parts += [(_copy, item, f"{at}[{i}]") for i, item in enumerate(value)]
+    for copy, item, there in parts:
+        try:
+            copy(item)
+        except NotPlainError:
+            return _refusal(item, there)
+    return ConfigurationError(
         f"{at} is a {type(value).__module__}.{type(value).__qualname__}, which "
         f"torch.load(weights_only=True) doesn't read, and ecemb loads no pickles: use numbers, strings, "
         f"tensors, None, lists, tuples and dicts"
     )
-
-
-def _is_refused(copy: Callable[..., object], *arguments: Any) -> bool:
-    try:
-        copy(*arguments)
-    except NotPlainError:
-        return True
-    return False
 
 
 def dump(value: object) -> bytes:
