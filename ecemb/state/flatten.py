@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..coding.placement import ALIGN_BYTES, WHOLE, Share
 from ..errors import ConfigurationError, InconsistentArenas
-from .serialize import WAY_OUT, dump, load, plain, replaced, with_scalars
+from .serialize import INT64, WAY_OUT, dump, load, plain, replaced, with_scalars
 
 _HEAD = struct.Struct("<III")  # length and checksum of the outline, and length of the numbers; both follow
 _CHECKSUM = struct.Struct("<I")  # of the numbers, in front of them
@@ -31,7 +31,6 @@ _WORDS = {
     ("ecemb.float",): struct.Struct("<d"),
 }  # by its placeholder
 _INT, _FLOAT = _WORDS
-_INT64 = range(-(1 << 63), 1 << 63)  # a larger int stays in the outline
 WORD_BYTES = 8
 """Size of a number in the numbers' area."""
 
@@ -172,8 +171,8 @@ def separated(value: object) -> tuple[Any, list[torch.Tensor], bytearray]:
 
 
 def is_number(value: object) -> bool:
-    """Whether a `Separator` takes it out as a number: it is a float, or an int of 64 bits."""
-    return type(value) is float or (type(value) is int and value in _INT64)
+    """Whether a `Separator` takes it out as a number: a float, or an int of 64 bits; others stay inside."""
+    return type(value) is float or (type(value) is int and value in INT64)
 
 
 def words(numbers: Iterable[int | float]) -> bytes:

@@ -31,7 +31,8 @@ _EMPTY = "ecemb.state.serialize: no bytes"
 _NUMPY = "ecemb.state.serialize: a numpy scalar"  # its dtype and its value follow
 _APART, _AGAIN = (f"ecemb.state.serialize: {what}" for what in ("a tensor's bytes", "a tensor again"))
 _SIZES = struct.Struct("<II")  # of the values and of the outline, which follow
-_INT64 = range(-(1 << 63), 1 << 63)
+INT64 = range(-(1 << 63), 1 << 63)
+"""The ints that are packed as a word."""
 _CODES: dict[type, str] = {int: "q", float: "d"}  # of struct
 
 WAY_OUT = (
@@ -205,11 +206,7 @@ class Packer:
         """
         taken = _Taken()
         outline = plain(value, taken.take_tensor, at, taken.take_number)
-        try:
-            codes, values = taken.packed()
-        except struct.error:
-            taken.spell_large_ints()
-            codes, values = taken.packed()
+        codes, values = taken.packed()
         if taken.has_left_tensors:
             packed = dump((codes, outline))
         else:
@@ -240,8 +237,11 @@ class _Taken:
         self._known: dict[tuple[object, ...], int] = {}
 
     def take_number(self, number: int | float) -> object:
-        """A placeholder."""
-        self._values.append(number)
+        """A placeholder. An int of more than 64 bits is packed as bytes."""
+        if type(number) is int and number not in INT64:
+            self._values.append(number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True))
+        else:
+            self._values.append(number)
         return 0
 
     def take_tensor(self, tensor: torch.Tensor) -> object:
@@ -261,22 +261,9 @@ class _Taken:
         return (_APART, tensor.dtype, list(tensor.shape))
 
     def packed(self) -> tuple[str, bytes]:
-        """The format of struct, and the values in it.
-
-        Raises:
-            struct.error: an int has more than 64 bits.
-        """
+        """The format of struct, and the values in it."""
         codes = "<" + "".join([_CODES.get(type(one)) or f"{len(cast('Any', one))}s" for one in self._values])
         return codes, struct.pack(codes, *self._values)
-
-    def spell_large_ints(self) -> None:
-        """Turns ints of more than 64 bits into bytes."""
-        self._values = [
-            one.to_bytes(one.bit_length() // 8 + 1, "little", signed=True)
-            if type(one) is int and one not in _INT64
-            else one
-            for one in self._values
-        ]
 
 
 def _read(data: bytes, load: Callable[[bytes], Any]) -> Any:
