@@ -34,7 +34,7 @@ from torch import nn
 from ..coding.rows import SPLIT_BYTES, Column, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
 from .metric_states import MetricStates, common, found_in, is_growing
-from .serialize import WAY_OUT, Packer, dump, load, plain, unpacked, with_scalars
+from .serialize import WAY_OUT, Packer, dump, kind_of, load, plain, unpacked, with_scalars
 
 NAME = "<rank state>"
 _HEAD = struct.Struct("<II")  # length and checksum of the data that follow
@@ -94,7 +94,7 @@ def objects_of(given: Any) -> dict[str | int, Stateful]:
                 f"state= takes objects with state_dict() and load_state_dict(); "
                 f"{type(item).__name__} lacks one of them: wrap it in a class that has both"
             )
-        first = places.setdefault(_kind(item), key)
+        first = places.setdefault(kind_of(item), key)
         if first != key and not isinstance(key, str):
             raise ConfigurationError(
                 f"objects {first} and {key} in state= both have the class {type(item).__name__}, so a "
@@ -150,7 +150,7 @@ class RankState:
         self._packer_of_scalars, self._packer, self._packer_of_generators = Packer(), Packer(), Packer()
         self._generators: tuple[dict[str, Any], bytes] | None = None  # when they were packed last
         self._last: tuple[dict[str, Any], list[Any], bytes] | None = None  # with CUDA's, and packed scalars
-        self._kinds: list[str] = list(map(_kind, self._objects.values()))
+        self._kinds: list[str] = list(map(kind_of, self._objects.values()))
         self._bare: bytes = self._pack_rest([], [], [], [{}])
         self.empty: list[str] = []
         for (key, item), held in zip(self._objects.items(), self._metrics, strict=True):
@@ -346,7 +346,7 @@ class RankState:
         kinds = saved.get("kinds", [None] * len(states))
         found = dict(zip(names if named else self._objects, zip(kinds, states, strict=True), strict=True))
         for key, item in self._objects.items():
-            if (then := found[key][0]) is not None and then != (kind := _kind(item)):
+            if (then := found[key][0]) is not None and then != (kind := kind_of(item)):
                 raise LayoutMismatch(
                     f"state= object {key!r} is a {kind}, and was a {then} when the job was started: pass the "
                     f"objects {'under their original names' if named else 'in the same order'}, or use "
@@ -444,10 +444,6 @@ def read(record: NDArray[np.uint8]) -> bytes:
             f"arena's memory is damaged. {WAY_OUT}"
         )
     return record[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()
-
-
-def _kind(one: object) -> str:
-    return f"{type(one).__module__}.{type(one).__qualname__}"
 
 
 def _is_stateful(one: object) -> bool:

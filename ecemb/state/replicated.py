@@ -22,7 +22,7 @@ from ..errors import LayoutMismatch
 from ..memory.rank_memory import StateStore
 from .flatten import Layout, Outline, filled, same, separated, unpacked
 from .optimizers import drop_options, options, others, with_inner
-from .serialize import like, replaced
+from .serialize import kind_of, like, replaced
 from .walk import (
     SAME,
     CachedWalk,
@@ -229,7 +229,7 @@ class ReplicatedState:
     def _collected(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, object]:
         dense = self._dense(optimizer)
         collected: dict[str, object] = {
-            "kind": _kind(optimizer),
+            "kind": kind_of(optimizer),
             "parameters": self._names(optimizer, names),
             "options": [options(group) for group in optimizer.param_groups],
             "state": {
@@ -379,11 +379,6 @@ def _shown(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_SHOWN_NAMES])}{more}" if names else "none"
 
 
-def _kind(one: object) -> str:
-    """The full name of its class."""
-    return f"{type(one).__module__}.{type(one).__qualname__}"
-
-
 def _check_optimizers_fit(
     optimizers: Sequence[Any], names: Sequence[list[list[str | None]]], kept: Sequence[Mapping[str, Any]]
 ) -> None:
@@ -395,9 +390,9 @@ def _check_optimizers_fit(
         kept: the saved state of each optimizer: its "kind", "options" and "parameters" (as `names`).
     """
     for number, (optimizer, saved) in enumerate(zip(optimizers, kept, strict=True)):
-        if saved["kind"] != _kind(optimizer):
+        if saved["kind"] != kind_of(optimizer):
             raise LayoutMismatch(
-                f"optimizer {number} of those with dense parameters is a {_kind(optimizer)}, and was a "
+                f"optimizer {number} of those with dense parameters is a {kind_of(optimizer)}, and was a "
                 f"{saved['kind']} when the job was started, so the saved state doesn't fit: {_AGAIN}"
             )
         if len(optimizer.param_groups) != len(saved["options"]):
@@ -412,8 +407,8 @@ def _check_optimizers_fit(
                 if one != then:
                     raise LayoutMismatch(
                         f"group {group} of optimizer {number} of those with dense parameters (a "
-                        f"{_kind(optimizer)}) has {one or _NONE} where {then or _NONE} was when the job was "
-                        f"started, so it would get the state of another "
+                        f"{kind_of(optimizer)}) has {one or _NONE} where {then or _NONE} was when the job "
+                        f"was started, so it would get the state of another "
                         f"parameter{_moved_to(then, names)}: give optimizers and parameters in the "
                         f"original order, or use another job="
                     )

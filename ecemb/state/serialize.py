@@ -100,6 +100,11 @@ def _copy(
     raise NotPlainError
 
 
+def kind_of(one: object) -> str:
+    """The full name of its class."""
+    return f"{type(one).__module__}.{type(one).__qualname__}"
+
+
 def plain_key(key: Any) -> Any:
     """A key of a dict: a numpy scalar is found by the python value that equals it, if one does."""
     if not isinstance(key, np.generic):
@@ -166,9 +171,8 @@ def _refusal(value: Any, at: str) -> ConfigurationError:
         except NotPlainError:
             return _refusal(item, there)
     return ConfigurationError(
-        f"{at} is a {type(value).__module__}.{type(value).__qualname__}, which "
-        f"torch.load(weights_only=True) doesn't read, and ecemb loads no pickles: use numbers, strings, "
-        f"tensors, None, lists, tuples and dicts"
+        f"{at} is a {kind_of(value)}, which torch.load(weights_only=True) doesn't read, and ecemb loads no "
+        f"pickles: use numbers, strings, tensors, None, lists, tuples and dicts"
     )
 
 
@@ -307,7 +311,10 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _load(data: bytes) -> Any:
-    return _whole(torch.load(io.BytesIO(data), map_location=_own_device, weights_only=True))
+    """The inverse of `dump`, but with numpy's scalars as `plain` has them."""
+    read = torch.load(io.BytesIO(data), map_location=_own_device, weights_only=True)
+    known = (_SMALL,), (_EMPTY,)
+    return replaced(read, lambda one: type(one) is tuple and one[:1] in known, _tensor)
 
 
 def _refilled(data: bytes) -> Any:
@@ -344,12 +351,6 @@ def _own_device(storage: Any, place: str) -> Any:
     if not place.startswith("cuda"):
         return None  # the default of torch
     return storage.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else storage
-
-
-def _whole(value: Any) -> Any:
-    """The inverse of `_inlined`, in a structure of dicts, lists and tuples."""
-    known = (_SMALL,), (_EMPTY,)
-    return replaced(value, lambda one: type(one) is tuple and one[:1] in known, _tensor)
 
 
 def _is_empty(value: Any) -> bool:
