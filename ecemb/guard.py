@@ -137,7 +137,7 @@ class Guard:
         step = Step(self.next_step, self._transactions)
         try:
             if self._transactions.is_between:
-                self._optimizers.begin(step.number)
+                self._optimizers.gradients.begin(step.number)
             self._transactions.begin()
             self._tables.check()
             yield step
@@ -480,9 +480,9 @@ class Guard:
         self._failed = f"step {number} failed ({type(error).__name__}: {short(error, 1000)})"
         self._cause = cause_of(error)
         self._activity.failure = own_failure(error)
-        if self._optimizers.refusal:  # a restart would go on without these gradients, and not see them
+        if refusal := self._optimizers.gradients.refusal:  # a restart would not see these gradients
             with suppress(RuntimeError):  # no store is left
-                self._session.job_flags.set("refused", self._optimizers.refusal)
+                self._session.job_flags.set("refused", refusal)
         self._transactions.undo(error)
         try:
             if isinstance(error, UndeclaredWrite):

@@ -4,5 +4,5 @@
 `flatten` lays it out. `rank_state` saves and restores the latter, with generators and `metric_states`. `data`
 keeps the position in the data. `serialize` converts both to bytes without pickle. `optimizers` and
 `ddp_buckets` deal with PyTorch's optimizers and DistributedDataParallel. Gradients are no state, and
-`carried_gradients` refuses an update that would need them after a restart.
+`optimizers` refuses an update that would need them after a restart.
 """

@@ -2,8 +2,15 @@
 
 The state of an optimizer that was not passed to `ecemb.protect` is lost at an abort or a failure. So every
 parameter that requires gradients has an optimizer in `optimizers=` or is in `without_optimizer=`, and a step
-of any other optimizer raises before it changes anything. So does one that would use gradients of two
-transactions (`carried_gradients`).
+of any other optimizer raises before it changes anything.
+
+So does a step that would use gradients that were made before the transaction began. Gradients are no state: a
+restart begins at the last commit, without them. An update from gradients of two transactions would therefore
+have other bits after a failure, without an error. A gradient that is left over is not wrong by itself: a
+scaler leaves an update out, a discriminator's loss reaches the generator, and zero_grad() comes before the
+next update. So only the optimizer's step is refused. When a transaction begins, one parameter with a gradient
+is marked for each optimizer that did not step in the transaction before, and in the first transactions of a
+process for every optimizer. Others cost nothing.
 
 Must not know: the memory of tables, transactions.
 """
@@ -20,11 +27,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ConfigurationError, UnsupportedOptimizer, UsageError
-from .carried_gradients import CarriedGradients
 
 Optimizer = torch.optim.Optimizer
 
 _SHOWN = 4  # names in a message
+_ALL_MARKED = 2  # transactions that begin with marks for all optimizers: finds a forgotten zero_grad()
+_MOST_RESTS = 64  # sets of optimizers whose complements are kept
 
 
 class NamedOptimizers:
@@ -36,6 +44,9 @@ class NamedOptimizers:
         fused: protected parameters that change in another way.
         optimizers: as passed, and the optimizers inside them.
         without: parameters that no optimizer changes, or modules of such parameters.
+
+    Attributes:
+        gradients: refuses updates from gradients that were made before the transaction.
 
     Raises:
         UnsupportedOptimizer: a table with requires_grad has no optimizer, and is not in `without`.
@@ -64,7 +75,7 @@ class NamedOptimizers:
         self._names |= {id(one): f"protected table {name!r}" for name, one in tables.items()}
         self._held = [*dense.values(), *tables.values()]  # keeps their ids unique
         self._handle: Any = None
-        self._gradients = CarriedGradients(self._known, self._names)
+        self.gradients = CarriedGradients(self._known, self._names)
         for one in left:
             if (owner := owners.get(id(one))) is not None:
                 name = self._names.get(id(one), "a parameter")
@@ -99,18 +110,9 @@ class NamedOptimizers:
         self._is_open = is_open
         self._handle = register_optimizer_step_pre_hook(functools.partial(_call, own))
 
-    def begin(self, step: int) -> None:
-        """Begins a transaction with this step: no gradient from before it may go into an update."""
-        self._gradients.begin(step)
-
-    @property
-    def refusal(self) -> str:
-        """Why such an update was refused, if one was."""
-        return self._gradients.refusal
-
     def unwatch(self) -> None:
         """Removes the hooks."""
-        self._gradients.end()
+        self.gradients.end()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -123,7 +125,7 @@ class NamedOptimizers:
                     f"{type(optimizer).__name__}.step() changes {name} outside of a step, and the change "
                     f"would be lost at a failure: put it inside `with guard.step():`"
                 )
-            self._gradients.before_step(optimizer, has_closure=has_closure)
+            self.gradients.before_step(optimizer, has_closure=has_closure)
         elif (name := next(filter(None, names), None)) is not None:
             raise UsageError(
                 f"{type(optimizer).__name__}.step() would change {name}, but this optimizer is not one of "
@@ -132,9 +134,138 @@ class NamedOptimizers:
             )
 
     def _is_known(self, optimizer: Optimizer) -> bool:
-        return any(optimizer is one for one in self._known) or any(
-            optimizer.state is one.state for one in self._known
-        )
+        return any(optimizer is one or optimizer.state is one.state for one in self._known)
+
+
+class _Mark:
+    """A parameter whose gradient was made before the transaction.
+
+    Args:
+        parameter: it.
+        facts: of its gradient now.
+    """
+
+    def __init__(self, parameter: torch.Tensor, facts: tuple[int, float]) -> None:
+        self.parameter, self._facts = parameter, facts
+        self._is_added_to = self._is_cleared = False
+        self._handle = parameter.register_hook(self._before_adding) if parameter.requires_grad else None
+
+    def is_used(self) -> bool:
+        """Whether the parameter's gradient now has something of that one."""
+        if self._is_cleared:
+            return False
+        now = _facts(self.parameter.grad)
+        return now is not None and (self._is_added_to or now == self._facts)
+
+    def remove(self) -> None:
+        """Removes the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _before_adding(self, _: torch.Tensor) -> None:
+        """Runs in backward, before it adds to the gradient."""
+        if _facts(self.parameter.grad) is None:
+            self._is_cleared = True
+            self.remove()
+        else:
+            self._is_added_to = True
+
+
+class CarriedGradients:
+    """Refuses the step of an optimizer that would use gradients from before the transaction.
+
+    Args:
+        optimizers: those to watch.
+        names: of their parameters in messages, by id; others are not watched.
+
+    Attributes:
+        refusal: the message of the error that was raised, else "".
+    """
+
+    def __init__(self, optimizers: Sequence[Any], names: Mapping[int, str]) -> None:
+        self.refusal = ""
+        self._names = names
+        self._parameters = {
+            id(owner): [
+                one
+                for one in cast("Iterator[Any]", parameters_of(owner))
+                if id(one) in names and isinstance(one, torch.Tensor)
+            ]
+            for owner in optimizers
+        }
+        self._stepped: set[int] = set()
+        self._rests: dict[frozenset[int], list[int]] = {}
+        self._marks: list[_Mark] = []
+        self._transactions = self._step = 0
+
+    def begin(self, step: int) -> None:
+        """Begins a transaction with this step: marks what may be carried into it."""
+        self._step = step
+        self._transactions += 1
+        self.end()
+        if self._transactions <= _ALL_MARKED:
+            self._mark(list(self._parameters))
+        elif rest := self._rest(frozenset(self._stepped)):
+            self._mark(rest)
+        self._stepped.clear()
+
+    def before_step(self, optimizer: Any, *, has_closure: bool) -> None:
+        """Refuses a step that would use marked gradients; with a closure, they are still to be made.
+
+        Raises:
+            UsageError: it would; nothing has changed.
+        """
+        self._stepped.add(id(optimizer))
+        if not self._marks or has_closure:
+            return
+        own = {id(one) for one in parameters_of(optimizer)}
+        for mark in [one for one in self._marks if id(one.parameter) in own]:
+            if mark.is_used():
+                name, step = self._names[id(mark.parameter)], self._step
+                text = (
+                    f"{type(optimizer).__name__}.step() would use a gradient of {name} that was made before "
+                    f"step {step}, where the last commit is: a failure after it loses gradients, and "
+                    f"training would end with other bits. To accumulate gradients, put all micro-batches "
+                    f"of an update, and the update, into one `with guard.step():`. Otherwise call "
+                    f"zero_grad() in each step before its first backward()"
+                )
+                self.refusal = text
+                raise UsageError(text)
+            mark.remove()
+            self._marks.remove(mark)
+
+    def end(self) -> None:
+        """Removes all marks."""
+        for mark in self._marks:
+            mark.remove()
+        self._marks.clear()
+
+    def _rest(self, stepped: frozenset[int]) -> list[int]:
+        """The optimizers with parameters that none of those that have stepped changes."""
+        rest = self._rests.get(stepped)
+        if rest is None:
+            done = {id(one) for owner in stepped for one in self._parameters.get(owner, ())}
+            rest = [
+                owner
+                for owner, parameters in self._parameters.items()
+                if any(id(one) not in done for one in parameters)
+            ]
+            if len(self._rests) >= _MOST_RESTS:
+                self._rests.clear()
+            self._rests[stepped] = rest
+        return rest
+
+    def _mark(self, owners: Sequence[int]) -> None:
+        marked: set[int] = set()
+        for owner in owners:
+            for parameter in self._parameters[owner]:
+                if id(parameter) in marked:
+                    break  # the optimizer is a wrapper, or shares the parameter
+                if (facts := _facts(parameter.grad)) is not None:
+                    marked.add(id(parameter))
+                    self._marks.append(_Mark(parameter, facts))
+                    break
 
 
 def parameters_of(optimizer: Any) -> Iterator[nn.Parameter]:
@@ -218,3 +349,17 @@ def _trained(parameters: Mapping[str, nn.Parameter], known: set[int]) -> list[st
 
 def _more(names: Sequence[str]) -> str:
     return f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+
+
+def _facts(gradient: torch.Tensor | None) -> tuple[int, float] | None:
+    """Number and sum of a gradient's values other than 0; None if there are none. Waits for its device."""
+    if gradient is None or gradient.is_meta:
+        return None
+    if gradient.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    values = gradient.detach()
+    values = getattr(values, "_local_tensor", values)  # of a DTensor
+    values = values._values() if values.is_sparse else values
+    values = torch.view_as_real(values) if values.is_complex() else values
+    count = int(torch.count_nonzero(values))
+    return (count, float(values.sum(dtype=torch.float64))) if count else None

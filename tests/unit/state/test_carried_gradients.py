@@ -45,7 +45,7 @@ class Steps:
     @contextmanager
     def step(self) -> Iterator[int]:
         if self.number % self.window == 0:
-            self.named.begin(self.number)
+            self.named.gradients.begin(self.number)
         yield self.number
         self.number += 1
 
@@ -94,7 +94,7 @@ def test_accumulation_over_transactions_is_refused(
         backward(model)
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
-    assert one.named.refusal
+    assert one.named.gradients.refusal
 
 
 @pytest.mark.parametrize("steps_apart", [1, 3])
