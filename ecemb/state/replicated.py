@@ -21,7 +21,7 @@ from torch import nn
 from ..errors import LayoutMismatch
 from ..memory.rank_memory import StateStore
 from .flatten import Layout, Outline, filled, same, separated, unpacked
-from .optimizers import drop_options, options, others, with_inner
+from .optimizers import drop_options, options, others, parameters_of, with_inner
 from .serialize import kind_of, like, replaced
 from .walk import (
     SAME,
@@ -74,7 +74,7 @@ class ReplicatedState:
         self._fixed = self._fixed_now()
         self._slots: TensorSlots | None = None
         self._walk: CachedWalk | None = None
-        self._outline: Outline | None = None  # of the last save or load
+        self._outline = Outline({}, [], b"")  # of the last save or load
         self._layouts: dict[int, Layout] = {}  # by the slot's address
         self._last: tuple[list[torch.Tensor], bytearray] = [], bytearray()  # tensors, numbers of `_outline`
         self._saved: dict[int, list[torch.Tensor]] = {}  # the tensors saved lately, by transaction
@@ -123,8 +123,9 @@ class ReplicatedState:
 
     def moved(self) -> dict[str, str]:
         """What is not as it was saved or loaded last, and how."""
-        names = [] if self._outline is None else self._outline.names
-        return {} if self._seen is None else self._now().fingerprint.moved_since(self._seen, names)
+        if self._seen is None:
+            return {}
+        return self._now().fingerprint.moved_since(self._seen, self._outline.names)
 
     def restore(
         self,
@@ -156,7 +157,7 @@ class ReplicatedState:
         Composition and numbers are those of the last save or load; tensors have their present values.
         """
         tensors, numbers = self._last
-        digest = zlib.crc32(numbers, zlib.crc32(b"" if self._outline is None else self._outline.head))
+        digest = zlib.crc32(numbers, zlib.crc32(self._outline.head))
         for tensor in tensors:
             digest = zlib.crc32(_raw(tensor).data, digest)
         return digest
@@ -164,9 +165,8 @@ class ReplicatedState:
     def whole(self) -> NDArray[np.uint8]:
         """The state that `digest` is of, in one piece, like the content of a slot that holds all of it."""
         tensors, numbers = self._last
-        outline = self._outline or Outline({}, [], b"")
-        memory = np.empty(outline.size_bytes(), np.uint8)
-        outline.lay_out(memory, tensors).save(tensors, numbers)
+        memory = np.empty(self._outline.size_bytes(), np.uint8)
+        self._outline.lay_out(memory, tensors).save(tensors, numbers)
         return memory
 
     def _note(self, transaction: int, *, is_new: bool) -> Outline:
@@ -174,7 +174,7 @@ class ReplicatedState:
         walk = self._now(forms=True)
         value, tensors, numbers = self._content(walk)
         outline = self._outline
-        if outline is None or not same(value, outline.value):
+        if not same(value, outline.value):
             if is_new:
                 self._check_fixed()
             outline = self._outline = Outline(value, tensors, numbers)
@@ -251,12 +251,7 @@ class ReplicatedState:
         return [[names.get(id(one)) for one in group if id(one) not in self._protected] for group in groups]
 
     def _dense(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-        return [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) not in self._protected
-        ]
+        return [one for one in parameters_of(optimizer) if id(one) not in self._protected]
 
     def _fixed_now(self) -> dict[str, object]:
         """The properties that may not change: a restart begins with those of the script's model."""
@@ -310,12 +305,12 @@ class ReplicatedState:
             then = saved["model"].get(name)
             if not isinstance(tensor, nn.Parameter):
                 continue
-            if not isinstance(then, torch.Tensor) or (tensor.dtype, tensor.shape) != (then.dtype, then.shape):
-                kind = f"{then.dtype}" if isinstance(then, torch.Tensor) else "no tensor of its own"
-                shape = f" of shape {tuple(then.shape)}" if isinstance(then, torch.Tensor) else ""
+            is_tensor = isinstance(then, torch.Tensor)
+            if not is_tensor or (tensor.dtype, tensor.shape) != (then.dtype, then.shape):
+                was = f"{then.dtype} of shape {tuple(then.shape)}" if is_tensor else "no tensor of its own"
                 raise LayoutMismatch(
-                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and was {kind}{shape} "
-                    f"when the job was started: run the script that started it, or use another job="
+                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and was {was} when the job "
+                    f"was started: {_AGAIN}"
                 )
         if missing := sorted(slots.extra.keys() ^ saved.get("extra", {}).keys()):
             raise LayoutMismatch(
@@ -334,20 +329,17 @@ class ReplicatedState:
                 slots.drop(name)
         for name, then in saved["model"].items():
             now = tensors.get(name)
-            if isinstance(then, torch.Tensor) and now is not None and self._is_overwritten(now, then, ours):
+            if isinstance(now, nn.Parameter):
                 _overwrite_(now, then)
-            elif isinstance(then, torch.Tensor) or then is None:
-                value = _copied(then, device if now is None else now)
-                slots.put(name, value, persistent=made.get(name, True))
+            elif not isinstance(then, tuple):
+                value = _put(now, then, device if now is None else now, ours)
+                if now is None or value is not now:
+                    slots.put(name, value, persistent=made.get(name, True))
         for name, then in saved["model"].items():
             if isinstance(then, tuple):
                 slots.put(name, slots.at(cast("Any", then)[1]))
         for name, module in slots.extra.items():
             module.set_extra_state(_copied(saved["extra"][name], device))
-
-    @staticmethod
-    def _is_overwritten(now: torch.Tensor, then: torch.Tensor, ours: Collection[int]) -> bool:
-        return isinstance(now, nn.Parameter) or (id(now) in ours and _takes(now, then))
 
     @torch.no_grad()
     def _restore_optimizer(

@@ -303,7 +303,6 @@ class Pair:
 
     def compare(self) -> None:
         looks, walks = self.looks, self.walks
-        assert looks._outline is not None and walks._outline is not None
         assert same(looks._outline.value, walks._outline.value)
         assert looks._outline.head == walks._outline.head
         assert looks._last[1] == walks._last[1]
@@ -319,7 +318,7 @@ class Pair:
         failed = self.both(lambda state, store: state.save(store, 0))
         if failed is None:  # the walk took out what another way of taking it out does
             value, tensors, numbers = separated(self.walks._collect(self.walks._slots_now()))
-            assert self.looks._outline is not None and same(self.looks._outline.value, value)
+            assert same(self.looks._outline.value, value)
             assert [*map(id, self.looks._last[0])] == [*map(id, tensors)]
             assert self.looks._last[1] == numbers
         return failed
