@@ -293,7 +293,7 @@ class RankState:
             own: the result of `scalars_in` of what this rank read.
             of_ranks: those of all ranks.
         """
-        self._set_scalars(joined_scalars(own, of_ranks))
+        self._set_scalars(joined_scalars(map(load, (own, *of_ranks))))
 
     def unpack_common(self, states: Sequence[bytes]) -> None:
         """Restores the part of other ranks' states that a new rank can take.
@@ -387,7 +387,7 @@ def _taken_apart(data: bytes) -> tuple[Any, Any]:
 
 def scalars_in(states: Sequence[bytes]) -> bytes:
     """The tables' scalars in results of `RankState.pack`, together, for `RankState.take_scalars`."""
-    return packed_scalars([_taken_apart(data)[1]["scalars"] for data in states])
+    return dump(joined_scalars(_taken_apart(data)[1]["scalars"] for data in states))
 
 
 def layout(size_bytes: int) -> TableLayout:
@@ -476,37 +476,17 @@ def _position(position: Position) -> Any:
 _LEVELS = 3
 
 
-def packed_scalars(scalars: Sequence[Mapping[str, Any]]) -> bytes:
-    """The scalars of some ranks, together, for `joined`; those of the first count where they differ."""
-    together: dict[str, Any] = {}
-    for one in scalars:
-        _add(together, one, _LEVELS)
-    return dump(together)
+def joined_scalars(scalars: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The scalars of some ranks, together; those of the first count where they differ."""
+    return functools.reduce(lambda own, other: _joined(own, other, _LEVELS), scalars, {})
 
 
-def joined_scalars(own: bytes, of_ranks: Iterable[bytes]) -> dict[str, Any]:
-    """This rank's, and what only other ranks have.
-
-    Args:
-        own: the result of `packed`.
-        of_ranks: those of all ranks.
-
-    Raises:
-        InconsistentArenas: the bytes are not those of `packed`.
-    """
-    together: dict[str, Any] = {}
-    for one in (own, *of_ranks):
-        _add(together, load(one), _LEVELS)
-    return together
-
-
-def _add(own: dict[str, Any], other: Mapping[str, Any], levels: int) -> None:
-    """Adds what `own` lacks, down to some levels."""
-    for key, value in other.items():
-        if key not in own:
-            own[key] = value
-        elif levels > 1 and isinstance(value, dict):
-            _add(own[key], cast("Mapping[str, Any]", value), levels - 1)
+def _joined(own: Any, other: Any, levels: int) -> Any:
+    """`own`, and what it lacks of `other`, down to some levels."""
+    if not levels or not isinstance(other, dict):
+        return own
+    items = cast("dict[str, Any]", other).items()
+    return own | {k: _joined(own[k], item, levels - 1) if k in own else item for k, item in items}
 
 
 _NUMPY: Any = cast("Any", np.random.get_state).__self__

@@ -13,12 +13,12 @@ def test_what_only_others_have_is_added_down_to_the_batches_of_an_engine() -> No
             "buckets": {},
         },
     ]
-    first, second = told = [rank_state.packed_scalars([one]) for one in of_ranks]
-    assert rank_state.joined_scalars(first, told) == {
+    first, second = of_ranks
+    assert rank_state.joined_scalars([first, first, second]) == {
         "tables": {"fused": {"a": {"lr": 1.0}, "b": {"lr": 2.0}, "c": {"lr": 3.0}}, "other": {"d": 4}},
         "buckets": {"x": 1},
     }
-    assert rank_state.joined_scalars(second, told)["tables"]["fused"]["a"] == {"lr": 9.0, "more": 1}
-    assert rank_state.packed_scalars(of_ranks) == rank_state.packed_scalars(
-        [of_ranks[0], of_ranks[1], of_ranks[1]]
-    )
+    assert rank_state.joined_scalars([second, first, second])["tables"]["fused"]["a"] == {
+        "lr": 9.0,
+        "more": 1,
+    }
