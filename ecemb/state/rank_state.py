@@ -405,28 +405,14 @@ def room(size_bytes: int) -> int:
 
 
 def front(record: NDArray[np.uint8], data: bytes) -> bytes:
-    """The first bytes of a record (uint8 [room], read) once packed state is written to it; the others stay.
-
-    Raises:
-        StepFailed: the state is larger than its record.
-    """
-    if _HEAD_BYTES + len(data) > len(record):
-        raise StepFailed(
-            f"the rank's state (generators, table scalars, state= objects) takes {len(data)} bytes, but "
-            f"{len(record) - _HEAD_BYTES} were reserved by ecemb.protect(): keep data that grow, such as "
-            f"logs and histories, out of state="
-        )
+    """The first bytes of a record (uint8 [room], read) with packed state in it; the others stay."""
     used = min(_HEAD_BYTES + _HEAD.unpack(record[:_HEAD_BYTES].tobytes())[0], len(record))
     packed = _HEAD.pack(len(data), zlib.crc32(data)) + data
     return packed.ljust(used, b"\0")  # nothing of before stays
 
 
 def write_(record: NDArray[np.uint8], data: bytes) -> None:
-    """Writes packed state to its record (uint8 [room], overwritten).
-
-    Raises:
-        StepFailed: the state is larger than its record.
-    """
+    """Writes packed state to its record (uint8 [room], overwritten)."""
     new = front(record, data)
     record[: len(new)] = np.frombuffer(new, np.uint8)
 
