@@ -45,7 +45,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from ..errors import ConfigurationError, LayoutMismatch, UsageError
 from . import rank_state as rank_states
-from .rank_state import Position, RankState
+from .rank_state import Position, RankState, is_stateful
 from .serialize import dump, load
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -147,9 +147,7 @@ class Batches(Iterator[Any]):
         self.source.reset()
         for generator, value in zip(self._generators, state["generators"], strict=True):
             rank_states.set_generator_state(generator, value)
-        self._stale = (
-            True  # the old iterator stays until another replaces it: ending its workers may take long
-        )
+        self._stale = True  # the old iterator stays until another replaces it: its workers may end slowly
 
     def _begin(self) -> Iterator[Any]:
         set_epoch(self.source.parts, self.epoch)
@@ -311,9 +309,7 @@ class StatefulLoader(Source):
         self.loader.load_state_dict(saved)
         if not getattr(self.loader, _RESTARTS, False):
             return iter(self.loader)
-        setattr(
-            self.loader, _RESTARTS, False
-        )  # otherwise a torchdata.nodes.Loader silently starts the next epoch
+        setattr(self.loader, _RESTARTS, False)  # a torchdata.nodes.Loader would start the next epoch silently
         try:
             return iter(self.loader)
         finally:
@@ -325,7 +321,8 @@ class StatefulLoader(Source):
         Raises:
             ConfigurationError: the dataset has no state.
         """
-        if not self._checked and _holds_nothing(self.loader.state_dict()):
+        found = [] if self._checked else [*_states_of_datasets(self.loader.state_dict())]
+        if found and all(item is None for item in found):
             raise ConfigurationError(_no_state(self.loader))
         self._checked = True
 
@@ -470,16 +467,13 @@ def find_source(loader: Any) -> Source:
     if isinstance(loader, DataLoader):
         return _of_loader(loader)
     is_empty = isinstance(loader, Sequence) and not len(loader)  # pyright: ignore[reportUnknownArgumentType]
-    if is_empty or isinstance(loader, (str, bytes, bytearray, Mapping)):
+    is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
+    if is_empty or not is_iterable or isinstance(loader, (str, bytes, bytearray, Mapping)):
         raise ConfigurationError(
             f"guard.batches() takes a loader: a DataLoader or another iterable of batches; it got "
             f"{'an empty' if is_empty else 'a'} {kind}: pass the loader, or a list of batches"
         )
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise ConfigurationError(
-            f"guard.batches() takes a loader: a DataLoader or another iterable; {kind} is not iterable"
-        )
-    if _has_state(loader):
+    if is_stateful(loader):
         return StatefulLoader(loader, [loader, getattr(loader, "dataset", None)], f"a {kind} with state")
     if isinstance(loader, Iterator):
         raise ConfigurationError(
@@ -501,15 +495,15 @@ def _of_loader(loader: DataLoader[Any]) -> Source:
             f"order each time: set in_order=True"
         )
     if isinstance(dataset, IterableDataset):
-        if not _has_state(loader):
+        if not is_stateful(loader):
             raise ConfigurationError(_no_state(loader))
         return StatefulLoader(loader, parts, with_state)
-    users = [part for part in (dataset, *samplers) if _has_state(part) and not _is_torchdata(part)]
-    if not users or not _has_state(loader):
+    users = [part for part in (dataset, *samplers) if is_stateful(part) and not _is_torchdata(part)]
+    if not users or not is_stateful(loader):
         counts = _count(dataset, "samples") + _count(loader, "batches")
         return Indexed(loader, parts, description + counts)
     for sampler in samplers:
-        if not (_has_state(sampler) or _is_torchdata(sampler) or isinstance(sampler, _DETERMINED)):
+        if not (is_stateful(sampler) or _is_torchdata(sampler) or isinstance(sampler, _DETERMINED)):
             raise ConfigurationError(
                 f"{description} keeps the state of its {type(users[0]).__name__}, but its sampler, a "
                 f"{type(sampler).__name__}, has none: also give it state_dict() and load_state_dict()"
@@ -532,10 +526,6 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
     return found
 
 
-def _has_state(item: object) -> bool:
-    return all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
 def _is_torchdata(item: object) -> bool:
     return type(item).__module__.split(".")[0] == "torchdata"
 
@@ -548,20 +538,13 @@ def _no_state(loader: DataLoader[Any]) -> str:
     )
 
 
-def _holds_nothing(state: Any) -> bool:
-    """Whether a state of torchdata's StatefulDataLoader lacks the state of its IterableDataset."""
-    found: list[Any] = []
-
-    def walk(value: Any) -> None:
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                if key in ("dataset_state", "dataset_iter_state"):
-                    found.append(item)
-                else:
-                    walk(item)
-
-    walk(state)
-    return bool(found) and all(item is None for item in found)
+def _states_of_datasets(state: Any) -> Iterator[Any]:
+    """The states of IterableDatasets in one of torchdata's StatefulDataLoader; None for those without."""
+    for key, item in state.items() if isinstance(state, Mapping) else ():
+        if key in ("dataset_state", "dataset_iter_state"):
+            yield item
+        else:
+            yield from _states_of_datasets(item)
 
 
 def _count(items: Any, what: str) -> str:

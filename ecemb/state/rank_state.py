@@ -78,7 +78,7 @@ def objects_of(given: Any) -> dict[str | int, Stateful]:
     objects: dict[Any, Any]
     if given is None:
         objects = {}
-    elif _is_stateful(given) or not isinstance(given, (Mapping, list, tuple)):
+    elif is_stateful(given) or not isinstance(given, (Mapping, list, tuple)):
         objects = {0: given}
     else:
         objects = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
@@ -89,7 +89,7 @@ def objects_of(given: Any) -> dict[str | int, Stateful]:
             )
     places: dict[str, Any] = {}
     for key, item in objects.items():
-        if not _is_stateful(item):
+        if not is_stateful(item):
             raise ConfigurationError(
                 f"state= takes objects with state_dict() and load_state_dict(); "
                 f"{type(item).__name__} lacks one of them: wrap it in a class that has both"
@@ -432,8 +432,9 @@ def read(record: NDArray[np.uint8]) -> bytes:
     return record[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()
 
 
-def _is_stateful(one: object) -> bool:
-    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+def is_stateful(one: object) -> bool:
+    """Whether it is a `Stateful`."""
+    return all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _is_off(one: object) -> bool:

@@ -558,7 +558,7 @@ def test_the_users_loader_stays_as_it_is() -> None:
         (lambda: DataLoader(StatefulStream()), "DataLoader over StatefulStream.*torchdata's Stateful"),
         (lambda: iter([1, 2]), "list_iterator.*can be iterated only once.*pass the list"),
         (lambda: (i for i in range(3)), "generator.*can be iterated only once"),
-        (lambda: 7, "takes a loader.*int is not iterable"),
+        (lambda: 7, "takes a loader.*it got a int: pass the loader, or a list"),
         (lambda: "abc", "takes a loader.*it got a str: pass the loader, or a list"),
         (lambda: b"abc", "takes a loader.*it got a bytes"),
         (lambda: {"user": [1]}, "takes a loader.*it got a dict"),
