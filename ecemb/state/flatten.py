@@ -10,6 +10,7 @@ Must not know: the owner of the state, its storage.
 
 from __future__ import annotations
 
+import itertools
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,36 +41,23 @@ class Layout:
 
     Args:
         numbers: the memory of the numbers and their checksum; overwritten by `save`.
+        views: the index of a tensor, which of its elements (in row-major order; None for all), and their
+            memory, which is one-dimensional unless it is for the whole tensor; overwritten by `save`.
     """
 
-    def __init__(self, numbers: NDArray[np.uint8]) -> None:
+    def __init__(
+        self, numbers: NDArray[np.uint8], views: Sequence[tuple[int, slice | None, torch.Tensor]]
+    ) -> None:
         self._numbers = memoryview(numbers.data)
-        self._views: list[torch.Tensor] = []
-        self._indices: list[int] = []  # of the tensor for each view
-        self._cuts: list[tuple[int, slice]] = []  # of the views for a part of a tensor
-
-    def add(self, index: int, elements: slice | None, view: torch.Tensor) -> None:
-        """Notes a place.
-
-        Args:
-            index: of the tensor.
-            elements: which of it, in row-major order; None for all.
-            view: of the memory; one-dimensional unless it is for the whole tensor.
-        """
-        if elements is not None:
-            self._cuts.append((len(self._views), elements))
-        self._views.append(view)
-        self._indices.append(index)
+        self._views = views
 
     @torch.no_grad()
     def save(self, tensors: Sequence[torch.Tensor], numbers: bytes | bytearray) -> None:
         """Copies tensors and numbers, as `separated` gives them, to their places."""
         self._numbers[:] = _CHECKSUM.pack(zlib.crc32(numbers)) + numbers
-        sources = [tensors[index] for index in self._indices]
-        for at, elements in self._cuts:
-            sources[at] = sources[at].reshape(-1)[elements]
-        for view, source in zip(self._views, sources, strict=True):
-            view.copy_(source)
+        for index, elements, view in self._views:
+            source = tensors[index]
+            view.copy_(source if elements is None else source.reshape(-1)[elements])
 
 
 class Outline:
@@ -112,7 +100,7 @@ class Outline:
         memory[:] = 0  # an earlier state may have left different bytes between tensors on each rank
         memory[: len(self.head)] = np.frombuffer(self.head, np.uint8)
         numbers = len(self.head), len(self.head) + self._numbers_bytes
-        layout = Layout(memory[slice(*numbers)])
+        views: list[tuple[int, slice | None, torch.Tensor]] = []
         at = self.front_bytes
         for run in share.runs(self.area_bytes):
             held = memory[at : at + len(run)]
@@ -125,9 +113,9 @@ class Outline:
                 if high - low < size:
                     elements = slice((low - place) // width, (high - place) // width)
                     shape = torch.Size([(high - low) // width])
-                layout.add(index, elements, _view(held, low - run.start, tensor.dtype, shape))
+                views.append((index, elements, _view(held, low - run.start, tensor.dtype, shape)))
             at += len(run)
-        return layout
+        return Layout(memory[slice(*numbers)], views)
 
 
 class Separator:
@@ -262,7 +250,7 @@ def in_front(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
     Raises:
         InconsistentArenas: `Outline` has not written it.
     """
-    return memory[: len(b"".join(_parts(memory)))]
+    return memory[: _parts(memory)[2]]
 
 
 def outline_of(head: NDArray[np.uint8]) -> Any:
@@ -271,7 +259,7 @@ def outline_of(head: NDArray[np.uint8]) -> Any:
     Raises:
         InconsistentArenas: `Outline` has not written it.
     """
-    _, packed, _, numbers = _parts(head)
+    packed, numbers, _ = _parts(head)
     words = iter([numbers[at : at + WORD_BYTES] for at in range(0, len(numbers), WORD_BYTES)])
     outline = replaced(load(packed), _is_number, lambda known: _WORDS[known].unpack(next(words))[0])
     return with_scalars(outline)  # those of numbers: `load` has made the others
@@ -299,23 +287,21 @@ def _in_order(one: Any, other: Any) -> bool:
     return all(_in_order(a, b) for a, b in zip(one, other, strict=True) if isinstance(a, (dict, list)))
 
 
-def _parts(memory: NDArray[np.uint8]) -> tuple[bytes, bytes, bytes, bytes]:
-    """The head, the packed outline, the checksum of the numbers, and the numbers."""
-    head = memory[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0")
-    length, checksum, numbers = _HEAD.unpack(head)
-    end = _HEAD.size + length
-    packed, own = memory[_HEAD.size : end].tobytes(), memory[end : end + _CHECKSUM.size].tobytes()
-    words = memory[end + _CHECKSUM.size : end + _CHECKSUM.size + numbers].tobytes()
+def _parts(memory: NDArray[np.uint8]) -> tuple[bytes, bytes, int]:
+    """The packed outline, the numbers, and where these end."""
+    length, checksum, size = _HEAD.unpack(memory[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0"))
+    edges = itertools.accumulate((_HEAD.size, length, _CHECKSUM.size, size))
+    packed, own, words = (memory[low:high].tobytes() for low, high in itertools.pairwise(edges))
     for part, fits in (
         ("outline", zlib.crc32(packed) == checksum),
-        ("numbers", len(words) == numbers and _CHECKSUM.pack(zlib.crc32(words)) == own),
+        ("numbers", len(words) == size and _CHECKSUM.pack(zlib.crc32(words)) == own),
     ):
         if not fits:
             raise InconsistentArenas(
                 f"the {part} of a slot of replicated state doesn't fit its checksum: the arena's memory is "
                 f"damaged. {WAY_OUT}"
             )
-    return head, packed, own, words
+    return packed, words, _HEAD.size + length + _CHECKSUM.size + size
 
 
 def _is_number(value: object) -> bool:
