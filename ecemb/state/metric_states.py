@@ -5,8 +5,8 @@ A metric is known by its attributes; torchmetrics is not imported. Must not know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,13 +44,6 @@ def found_in(root: object) -> dict[str, nn.Module]:
     return {path: module for path, module in root.named_modules() if is_metric(module)}
 
 
-class _Kept(NamedTuple):
-    """A metric, and numbers and tensors in its other attributes when it was found."""
-
-    metric: nn.Module
-    others: dict[str, Any]
-
-
 class MetricStates:
     """All metrics in an object.
 
@@ -65,23 +58,21 @@ class MetricStates:
         self, root: object, name: str, without: Collection[int] = (), *, growing: bool = True
     ) -> None:
         self._root, self._name, self._without, self._growing = root, name, without, growing
-        self._kept: dict[str, _Kept] = {}
-        for path, metric in self._found().items():
-            others = {key: _copied(value) for key, value in _others(metric)}
-            self._kept[path] = _Kept(metric, others)
-        modules = list(root.modules()) if isinstance(root, nn.Module) and self._kept else []
-        self._children = [vars(module)["_modules"] for module in modules]
-        self._count = self._counted()
-        self._collections = {
-            path: module
-            for path, module in (root.named_modules() if isinstance(root, nn.Module) else ())
-            if vars(module).keys() >= set(_OF_A_COLLECTION)
+        self._kept = self._found()
+        self._before = {  # numbers and tensors in their other attributes when they were found
+            path: {key: _copied(value) for key, value in _others(metric)}
+            for path, metric in self._kept.items()
         }
+        modules = dict(root.named_modules()) if isinstance(root, nn.Module) and self._kept else {}
+        self._children = [vars(module)["_modules"] for module in modules.values()]
+        self._count = self._counted()
+        attributes = set(_OF_A_COLLECTION)
+        self._collections = {path: one for path, one in modules.items() if vars(one).keys() >= attributes}
 
     @property
     def metrics(self) -> dict[str, nn.Module]:
         """The metrics, by their names."""
-        return {self._full(path): kept.metric for path, kept in self._kept.items()}
+        return {self._full(path): metric for path, metric in self._kept.items()}
 
     def __bool__(self) -> bool:
         return bool(self._kept)
@@ -99,8 +90,8 @@ class MetricStates:
             self._check_same()
         linked = {id(metric) for _, members in self._linked() for metric in members}
         states: dict[str, dict[str, Any]] = {}
-        for path, (metric, before) in self._kept.items():
-            attributes = vars(metric)
+        for path, metric in self._kept.items():
+            attributes, before = vars(metric), self._before[path]
             kept: dict[str, Any] = {"names": states_of(metric)}
             if id(metric) not in linked:
                 kept["states"] = [getattr(metric, name) for name in kept["names"]]
@@ -127,7 +118,7 @@ class MetricStates:
         Raises:
             LayoutMismatch: they are of others.
         """
-        now = {path: states_of(kept.metric) for path, kept in self._kept.items()}
+        now = {path: states_of(metric) for path, metric in self._kept.items()}
         then = {path: one["names"] for path, one in states.items() if "names" in one}
         for path in [*then, *now]:
             if then.get(path) != now.get(path):
@@ -140,7 +131,7 @@ class MetricStates:
     @torch.no_grad()
     def put(self, states: Mapping[str, Any]) -> None:
         """Restores results of `state`; metrics that are not in it stay as they are."""
-        for path, (metric, before) in self._kept.items():
+        for path, metric in self._kept.items():
             if path not in states:
                 continue
             saved = _on_device(states[path], getattr(metric, "device", "cpu"))
@@ -152,7 +143,7 @@ class MetricStates:
                 vars(metric).update(_is_synced="before sync" in saved, _cache=saved.get("before sync"))
             others = saved.get("others", {})
             for key, value in _others(metric):
-                then = others.pop(key, before.get(key, _MISSING))
+                then = others.pop(key, self._before[path].get(key, _MISSING))
                 if then is _MISSING:
                     delattr(metric, key)
                 elif not _same(value, then):
@@ -198,16 +189,6 @@ class MetricStates:
             if attributes["_groups_checked"] and not attributes["_state_is_copy"]:
                 for first, *others in attributes["_groups"].values():
                     yield getattr(collection, first), [getattr(collection, name) for name in others]
-
-
-def common(states: Sequence[dict[str, Any]], packed: Callable[[object], bytes]) -> dict[str, Any]:
-    """The entries of results of `MetricStates.state` that are equal in all of them, as packed bytes."""
-    first, *others = states
-    return {
-        path: one
-        for path, one in first.items()
-        if all(packed(other.get(path)) == packed(one) for other in others)
-    }
 
 
 def _others(metric: nn.Module) -> Iterator[tuple[str, Any]]:

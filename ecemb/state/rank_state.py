@@ -33,7 +33,7 @@ from torch import nn
 
 from ..coding.rows import SPLIT_BYTES, Column, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
-from .metric_states import MetricStates, common, found_in, is_growing
+from .metric_states import MetricStates, found_in, is_growing
 from .serialize import WAY_OUT, Packer, dump, kind_of, load, plain, unpacked, with_scalars
 
 NAME = "<rank state>"
@@ -310,11 +310,11 @@ class RankState:
         saved = [_taken_apart(data)[1] for data in states]
         matched = [self._matched(one) for one in saved]
         self._set_scalars(saved[0]["scalars"])
-        for item, *theirs in zip(self._objects.values(), *[states for states, _ in matched], strict=True):
-            if len({dump(state) for state in theirs}) == 1:
-                item.load_state_dict(theirs[0])
+        objects = list(self._objects.values())
+        for place, state in _common([dict(enumerate(states)) for states, _ in matched]).items():
+            objects[place].load_state_dict(state)
         metrics = zip(*[metrics for _, metrics in matched], strict=True)
-        self._put_metrics([common(theirs, dump) for theirs in metrics])
+        self._put_metrics([_common(theirs) for theirs in metrics])
 
     def _matched(self, saved: Mapping[str, Any]) -> tuple[list[Any], list[dict[str, Any]]]:
         """The packed states of the user's objects, in the order of the objects, and those of metrics.
@@ -445,6 +445,12 @@ def _is_off(one: object) -> bool:
 
 def _named(key: str | int) -> str:
     return f"state[{key!r}]"
+
+
+def _common(states: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    """The entries that are equal in all of them, as packed bytes."""
+    first = states[0].items()
+    return {key: one for key, one in first if len({dump(other.get(key)) for other in states}) == 1}
 
 
 def _described(key: str | int, item: object) -> str:
