@@ -39,9 +39,7 @@ from .serialize import WAY_OUT, Packer, dump, kind_of, load, plain, unpacked, wi
 NAME = "<rank state>"
 _HEAD = struct.Struct("<II")  # length and checksum of the data that follow
 _HEAD_BYTES = _HEAD.size
-_MARK = (
-    b"ecemb rs"  # before there was one: the size of the generators' states, these, and the rest, by `dump`
-)
+_MARK = b"ecemb rs"  # before there was one: size of the generators' states, these, and the rest, by `dump`
 _SIZES = struct.Struct("<8sQQQ")  # the mark; the sizes of scalars, the rest, and generators, which follow
 _SIZE = struct.Struct("<Q")
 
@@ -132,7 +130,7 @@ class RankState:
         model: nn.Module | None = None,
     ) -> None:
         self._objects = objects_of(given)
-        self._metrics = [MetricStates(item, _named(key)) for key, item in self._objects.items()]
+        self._metrics = [MetricStates(item, f"state[{key!r}]") for key, item in self._objects.items()]
         given_ones = {id(one) for held in self._metrics for one in held.metrics.values()}
         self._in_model = MetricStates(model, "model", given_ones, growing=False)
         self.growing: dict[str, nn.Module] = {
@@ -189,7 +187,7 @@ class RankState:
         stateful = [_state(key, item) for key, item in self._objects.items()]
         positions = [_position(position) for position in self.positions]
         rest = self._bare  # the same in each step of most trainings
-        metrics = self._states_of_metrics()
+        metrics = [held.state() for held in (*self._metrics, self._in_model)]
         if cuda or stateful or positions or self._pending or metrics[-1]:
             rest = self._pack_rest(cuda, stateful, [*positions, *self._pending], metrics)
         if self._generators is None or self._generators[0] is not states:
@@ -216,10 +214,6 @@ class RankState:
     ) -> bytes:
         objects = {"stateful": stateful, "kinds": self._kinds, "names": list(self._objects)}
         return self._packer.pack({"cuda": cuda, **objects, "metrics": metrics, "positions": positions})
-
-    def _states_of_metrics(self) -> list[dict[str, Any]]:
-        """Those of metrics in each object, and last those in the model."""
-        return [held.state() for held in (*self._metrics, self._in_model)]
 
     def _look(self) -> tuple[dict[str, Any], list[Any], Any]:
         """Generators, those of CUDA, and scalars, as they are now."""
@@ -273,7 +267,7 @@ class RankState:
             return {}
         then, cuda_then, packed = self._last
         states, cuda, scalars = self._look()
-        drawn = [] if states is then else [one for one in states if not same_states({one: states[one]}, then)]
+        drawn = [name for name, state in states.items() if not is_same(state, then[name])]
         names = [f"{name}'s random generator" for name in drawn]
         if cuda and cuda_then and not all(map(torch.equal, cuda_then[1], cuda[1])):
             names.append("a CUDA device's random generator")
@@ -443,10 +437,6 @@ def _is_off(one: object) -> bool:
     return callable(is_enabled) and is_enabled() is False
 
 
-def _named(key: str | int) -> str:
-    return f"state[{key!r}]"
-
-
 def _common(states: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
     """The entries that are equal in all of them, as packed bytes."""
     first = states[0].items()
@@ -520,7 +510,7 @@ class Reader:
             now = memory()  # before the state: another thread may draw in between
             if now is None or now != self._memory.get(name):
                 read = state()
-                if not same_states({name: read}, self._states):
+                if name not in self._states or not is_same(read, self._states[name]):
                     changed[name] = read
                 self._memory[name] = now if now is not None and _words(read) in now else None
         if changed:
@@ -545,12 +535,9 @@ def set_cuda_states(own: int, states: Sequence[torch.Tensor]) -> None:
             torch.cuda.set_rng_state(state, there)
 
 
-def same_states(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether the states of `a` are equal to those of `b`, that is, nothing was drawn in between."""
-    return all(
-        name in b and (a[name] is b[name] or all(map(_equal, _listed(a[name]), _listed(b[name]))))
-        for name in a
-    )
+def is_same(state: Any, other: Any) -> bool:
+    """Whether two states of a generator are equal, that is, nothing was drawn in between."""
+    return state is other or all(map(_equal, _listed(state), _listed(other)))
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from ecemb.errors import LayoutMismatch, StepFailed
 from ecemb.start import opening
 from ecemb.state.metric_states import MetricStates, is_metric
-from ecemb.state.rank_state import RankState
+from ecemb.state.rank_state import RankState, _taken_apart
 
 torchmetrics = pytest.importorskip("torchmetrics")
 pytestmark = [
@@ -22,6 +22,10 @@ pytestmark = [
 
 def rank(model: nn.Module | None = None, **objects: Any) -> RankState:
     return RankState(objects, dict, lambda _: None, model)
+
+
+def packed_metrics(state: RankState) -> list[dict[str, Any]]:
+    return _taken_apart(state.pack())[1]["metrics"]
 
 
 def bits(module: nn.Module) -> dict[str, Any]:
@@ -174,7 +178,7 @@ def test_a_persistent_metric_stays_persistent_and_comes_back() -> None:
 def test_a_metric_in_state_and_in_the_model_is_kept_once() -> None:
     metric = mean()
     state = rank(nn.ModuleDict({"loss": metric}), metric=metric)
-    assert [list(one) for one in state._states_of_metrics()] == [[""], []]
+    assert [list(one) for one in packed_metrics(state)] == [[""], []]
 
 
 def test_other_metrics_than_were_packed_are_an_error() -> None:
@@ -226,9 +230,9 @@ def test_a_metric_of_the_model_that_lists_all_samples_is_left_out_and_said() -> 
     model = nn.ModuleDict({"area": metric, "loss": mean()})
     state = rank(model)
     assert list(state.growing) == ["model.area"]
-    assert list(state._states_of_metrics()[-1]) == ["loss"]
+    assert list(packed_metrics(state)[-1]) == ["loss"]
     given = rank(model, area=metric)
-    assert not given.growing and list(given._states_of_metrics()[0]) == [""]
+    assert not given.growing and list(packed_metrics(given)[0]) == [""]
 
 
 def test_metrics_are_known_by_what_they_can() -> None:
