@@ -34,7 +34,7 @@ from torch import nn
 from ..coding.rows import SPLIT_BYTES, Column, TableLayout
 from ..errors import ConfigurationError, InconsistentArenas, LayoutMismatch, StepFailed
 from .metric_states import MetricStates, found_in, is_growing
-from .serialize import WAY_OUT, Packer, dump, kind_of, load, plain, unpacked, with_scalars
+from .serialize import WAY_OUT, Packer, dump, kind_of, load, plain, replaced, unpacked, with_scalars
 
 NAME = "<rank state>"
 _HEAD = struct.Struct("<II")  # length and checksum of the data that follow
@@ -564,9 +564,8 @@ def owned_generators(holders: Sequence[object]) -> list[Any]:
     found: dict[int, Any] = {}
     for holder in holders:
         for value in getattr(holder, "__dict__", {}).values():
-            if isinstance(value, random.SystemRandom) or value is torch.default_generator:
-                continue
-            if isinstance(value, _KINDS):
+            has_none = isinstance(value, random.SystemRandom) or value is torch.default_generator
+            if isinstance(value, _KINDS) and not has_none:
                 found[id(value)] = value
     return list(found.values())
 
@@ -633,23 +632,14 @@ def _fields(one: object, kind: type) -> NDArray[np.uint8]:
 
 
 def _from_numpy(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        items = cast("Mapping[str, Any]", value).items()
-        return {key: _from_numpy(item) for key, item in items}
-    if isinstance(value, np.ndarray):
-        array = cast("NDArray[Any]", value)
+    def packed(array: NDArray[Any]) -> list[Any]:
         return [str(array.dtype), torch.from_numpy(array.view(np.uint8).copy())]
-    return value
+
+    return replaced(value, lambda one: isinstance(one, np.ndarray), packed)
 
 
 def _to_numpy(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        items = cast("Mapping[str, Any]", value).items()
-        return {key: _to_numpy(item) for key, item in items}
-    if isinstance(value, list):
-        dtype, data = cast("list[Any]", value)
-        return data.numpy().view(dtype)
-    return value
+    return replaced(value, lambda one: isinstance(one, list), lambda one: one[1].numpy().view(one[0]))
 
 
 def _from_python(state: tuple[Any, ...]) -> tuple[int, torch.Tensor, float | None]:
