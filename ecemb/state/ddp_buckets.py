@@ -101,7 +101,8 @@ class GradientBuckets:
     def _has_seen_all(self, number: int) -> bool:
         """Whether the orders of a module's relevant backwards are known, or can't be seen any more."""
         module = self._modules[number]
-        return len(self._orders[number]) == _counting(module) or _laid_out(module)
+        backwards = 2 if module.static_graph else 1  # before the final buckets are built
+        return len(self._orders[number]) == backwards or _laid_out(module)
 
 
 @functools.cache
@@ -168,11 +169,6 @@ def check_apart(modules: Iterable[DistributedDataParallel], own: Iterable[nn.Par
                 f"model again, and wrap only its dense parts; a table that is the same on all ranks is "
                 f"dense, and not passed in tables="
             )
-
-
-def _counting(module: DistributedDataParallel) -> int:
-    """Number of backwards before the final buckets are built."""
-    return 2 if module.static_graph else 1
 
 
 def _fits(module: DistributedDataParallel, order: Sequence[int]) -> bool:
