@@ -39,8 +39,6 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 SAME = "ecemb.same"
 """(this, name) in a walk's value: a buffer that shares the tensor of that name."""
-REPLICATED = "replicated state"
-"""All changes that are not of options, in `Fingerprint.moved_since`."""
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 _version = attrgetter("_version")
 _form = attrgetter("dtype", "shape", "device")  # all that an outline has of a tensor and that can change
@@ -67,6 +65,8 @@ class Fingerprint:
     def moved_since(self, then: Fingerprint, names: Sequence[str]) -> dict[str, str]:
         """The changes since an earlier moment: the changed item -> the change, as text.
 
+        All changes that are not of options are one item, "replicated state".
+
         Args:
             then: the fingerprint of the earlier moment.
             names: names of the tensors at that moment.
@@ -88,7 +88,7 @@ class Fingerprint:
         if at < max(counts) or not _equal(then.rest, self.rest):
             is_tensor = at < min(*counts, len(names))
             what = names[at] if is_tensor else "numbers in the state of an optimizer"
-            moved[REPLICATED] = f"first of it: {what}" if is_tensor else what
+            moved["replicated state"] = f"first of it: {what}" if is_tensor else what
         return moved
 
 
