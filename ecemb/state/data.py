@@ -299,9 +299,7 @@ class Repeatable(Source):
 class StatefulLoader(Source):
     """A loader with state_dict() and load_state_dict()."""
 
-    def __init__(self, loader: Any, parts: Sequence[object], description: str) -> None:
-        super().__init__(loader, parts, description)
-        self._checked = not isinstance(getattr(loader, "dataset", None), IterableDataset)
+    _checked = False
 
     def resume(self, epoch: int, drawn: int, saved: Any, rewind: Callable[[], None]) -> Iterator[Any] | None:
         """See `Source.resume`."""
@@ -321,9 +319,10 @@ class StatefulLoader(Source):
         Raises:
             ConfigurationError: the dataset has no state.
         """
-        found = [] if self._checked else [*_states_of_datasets(self.loader.state_dict())]
-        if found and all(item is None for item in found):
-            raise ConfigurationError(_no_state(self.loader))
+        if not self._checked and isinstance(getattr(self.loader, "dataset", None), IterableDataset):
+            found = [*_states_of_datasets(self.loader.state_dict())]
+            if found and all(item is None for item in found):
+                raise ConfigurationError(_no_state(self.loader))
         self._checked = True
 
     def state(self) -> Any:
