@@ -23,7 +23,7 @@ import itertools
 import random
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -287,7 +287,7 @@ class RankState:
             own: the result of `scalars_in` of what this rank read.
             of_ranks: those of all ranks.
         """
-        self._set_scalars(joined_scalars(map(load, (own, *of_ranks))))
+        self._set_scalars(functools.reduce(joined_scalars, map(load, (own, *of_ranks))))
 
     def unpack_common(self, states: Sequence[bytes]) -> None:
         """Restores the part of other ranks' states that a new rank can take.
@@ -381,7 +381,7 @@ def _taken_apart(data: bytes) -> tuple[Any, Any]:
 
 def scalars_in(states: Sequence[bytes]) -> bytes:
     """The tables' scalars in results of `RankState.pack`, together, for `RankState.take_scalars`."""
-    return dump(joined_scalars(_taken_apart(data)[1]["scalars"] for data in states))
+    return dump(functools.reduce(joined_scalars, (_taken_apart(data)[1]["scalars"] for data in states)))
 
 
 def layout(size_bytes: int) -> TableLayout:
@@ -456,20 +456,12 @@ def _position(position: Position) -> Any:
     return plain(position.state_dict(), at=f"the state of {position.name}")
 
 
-_LEVELS = 3
-
-
-def joined_scalars(scalars: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The scalars of some ranks, together; those of the first count where they differ."""
-    return functools.reduce(lambda own, other: _joined(own, other, _LEVELS), scalars, {})
-
-
-def _joined(own: Any, other: Any, levels: int) -> Any:
-    """`own`, and what it lacks of `other`, down to some levels."""
+def joined_scalars(own: Any, other: Any, levels: int = 3) -> Any:
+    """The scalars of a rank, and what they lack of another one's, down to what an engine names."""
     if not levels or not isinstance(other, dict):
         return own
     items = cast("dict[str, Any]", other).items()
-    return own | {k: _joined(own[k], item, levels - 1) if k in own else item for k, item in items}
+    return own | {k: joined_scalars(own[k], item, levels - 1) if k in own else item for k, item in items}
 
 
 _NUMPY: Any = cast("Any", np.random.get_state).__self__

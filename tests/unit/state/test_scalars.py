@@ -14,11 +14,13 @@ def test_what_only_others_have_is_added_down_to_the_batches_of_an_engine() -> No
         },
     ]
     first, second = of_ranks
-    assert rank_state.joined_scalars([first, first, second]) == {
-        "tables": {"fused": {"a": {"lr": 1.0}, "b": {"lr": 2.0}, "c": {"lr": 3.0}}, "other": {"d": 4}},
-        "buckets": {"x": 1},
-    }
-    assert rank_state.joined_scalars([second, first, second])["tables"]["fused"]["a"] == {
-        "lr": 9.0,
-        "more": 1,
-    }
+    both = rank_state.joined_scalars(first, second)
+    assert (
+        both
+        == rank_state.joined_scalars(both, second)
+        == {
+            "tables": {"fused": {"a": {"lr": 1.0}, "b": {"lr": 2.0}, "c": {"lr": 3.0}}, "other": {"d": 4}},
+            "buckets": {"x": 1},
+        }
+    )
+    assert rank_state.joined_scalars(second, first)["tables"]["fused"]["a"] == {"lr": 9.0, "more": 1}
