@@ -283,17 +283,14 @@ class ReplicatedState:
 
     def _check_fits(self, saved: dict[str, Any], slots: TensorSlots) -> None:
         """Raises LayoutMismatch unless the saved state fits; called before anything is written."""
-        now = {*slots.tensors, *slots.empty, *slots.shared}
+        old, now = saved["model"].keys(), {*slots.tensors, *slots.empty, *slots.shared}
         made = saved.get("appeared", {})
-        differing = {name for name in saved["model"].keys() - now if name not in made}
-        differing |= {name for name in made.keys() - now if not has_room(self._model, name)}
-        differing |= (now - saved["model"].keys()) - self._appeared(slots).keys()
-        if differing:
-            missing = sorted(name for name in differing if name in saved["model"])
-            added = sorted(differing.difference(missing))
+        missing = sorted(name for name in old - now if name not in made or not has_room(self._model, name))
+        added = sorted(now - old - self._appeared(slots).keys())
+        if missing or added:
             raise LayoutMismatch(
                 f"the job was started with other dense parameters or buffers ({_shown(missing)} only then, "
-                f"{_shown(added)} only now): run the script that started it, or use another job="
+                f"{_shown(added)} only now): {_AGAIN}"
             )
         if len(self._optimizers) != len(saved["optimizers"]):
             raise LayoutMismatch(
@@ -302,9 +299,9 @@ class ReplicatedState:
                 f"started: run the script that started it, or use another job="
             )
         for name, tensor in slots.tensors.items():
-            then = saved["model"].get(name)
             if not isinstance(tensor, nn.Parameter):
                 continue
+            then = saved["model"].get(name)
             is_tensor = isinstance(then, torch.Tensor)
             if not is_tensor or (tensor.dtype, tensor.shape) != (then.dtype, then.shape):
                 was = f"{then.dtype} of shape {tuple(then.shape)}" if is_tensor else "no tensor of its own"
