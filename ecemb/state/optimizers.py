@@ -119,7 +119,7 @@ class NamedOptimizers:
 
     def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         names = (self._names.get(id(one)) for one in parameters_of(optimizer))
-        if self._is_known(optimizer):
+        if any(optimizer is one or optimizer.state is one.state for one in self._known):
             if not self._is_open() and (name := next(filter(None, names), None)) is not None:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step() changes {name} outside of a step, and the change "
@@ -132,9 +132,6 @@ class NamedOptimizers:
                 f"the optimizers= of ecemb.protect(): its state would be lost at every abort and "
                 f"failure. Create it before ecemb.protect(), and pass it there. It has changed nothing yet"
             )
-
-    def _is_known(self, optimizer: Optimizer) -> bool:
-        return any(optimizer is one or optimizer.state is one.state for one in self._known)
 
 
 class _Mark:
