@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,14 +44,6 @@ _FLAG, _LOWEST, _HIGHEST, _WINDOW, _LEAST_DIGEST, _MOST_DIGEST, _LACKING, _MARKE
 _LARGEST = frozenset((_FLAG, _HIGHEST, _MOST_DIGEST, _LACKING))  # of which the fold has the largest
 _RANK_BITS = 20  # of _LOWEST and _HIGHEST: a transaction, and a rank that is there
 _MASK_BITS = 63  # of each word from _MARKED on
-
-
-class DeltaSink(Protocol):
-    """Where deltas arrive, such as an `Inbox`."""
-
-    def receive(self, sizes: Mapping[int, int], /) -> dict[int, Words]:
-        """Makes room for the words of each sender's deltas."""
-        ...
 
 
 @dataclasses.dataclass
@@ -101,12 +92,17 @@ class Agreement:
     Args:
         transport: the control group.
         placement: who keeps whose parity; None for a world of one rank.
-        sink: where deltas arrive.
+        make_room: sizes by sender -> memory for the words of each sender's deltas.
     """
 
-    def __init__(self, transport: Transport, placement: Placement | None, sink: DeltaSink) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        placement: Placement | None,
+        make_room: Callable[[Mapping[int, int]], dict[int, Words]],
+    ) -> None:
         self._last: Decision | None = None  # of the last verdict
-        self._transport, self._sink = transport, sink
+        self._transport, self._make_room = transport, make_room
         self._keepers: dict[int, int] = {}  # sections of what each gets
         self._senders: dict[int, int] = {}  # of what each sends
         if placement is not None:
@@ -206,7 +202,7 @@ class Agreement:
                 f"{what}: the ranks announce messages of {sizes} words: the network is damaged, or the ranks "
                 f"run different versions of ecemb; restart the job"
             )
-        inbox = self._sink.receive(sizes)
+        inbox = self._make_room(sizes)
         if fabric is not None:
             self._finish(decision, swap, {}, {}, what)
             self._transport.exchange(messages, inbox, what)

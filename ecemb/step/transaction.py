@@ -116,7 +116,7 @@ class Transactions:
     ) -> None:
         self._memory = memory
         self._transport = transport
-        self._agreement = Agreement(transport, memory.geometry.placement, memory.inbox)
+        self._agreement = Agreement(transport, memory.geometry.placement, memory.inbox.receive)
         self._replicated = replicated
         self._rank_state = rank_state
         self._window = window or Window(1)

@@ -77,11 +77,9 @@ def test_nobody_waits_for_ranks_that_failed(
     machines.check(DONE + 2)
 
 
-class Heap:
+def heap(sizes: Mapping[int, int]) -> dict[int, Any]:
     """Where deltas arrive that are not kept."""
-
-    def receive(self, sizes: Mapping[int, int]) -> dict[int, Any]:
-        return {sender: np.zeros(size, np.uint64) for sender, size in sizes.items()}
+    return {sender: np.zeros(size, np.uint64) for sender, size in sizes.items()}
 
 
 @pytest.mark.parametrize(("n", "k", "size"), [(2, 1, 2), (3, 2, 3), (4, 2, 4), (4, 3, 9), (3, 1, 16)])
@@ -92,7 +90,7 @@ def test_messages_of_a_transaction(n: int, k: int, size: int) -> None:
 
     def run(rank: int) -> None:
         wires = Wires(hub, rank, size)
-        agreement, counts = Agreement(wires, placement, Heap()), [0]
+        agreement, counts = Agreement(wires, placement, heap), [0]
         edges = [(n - k) * block for block in range(k + 1)]
         words = np.zeros(1000, np.uint64)
         write_heads_(words, edges, n - k)
@@ -126,7 +124,7 @@ def test_the_smallest_window_who_aborted_and_whether_a_rank_lacks_rows_are_known
     placement, found = Placement.ranks(2, 1, size), dict[int, tuple[int, list[int], list[bool]]]()
 
     def run(rank: int) -> None:
-        agreement = Agreement(Wires(hub, rank, size), placement, Heap())
+        agreement = Agreement(Wires(hub, rank, size), placement, heap)
         verdict = conclude(agreement, 1, flag=int(rank in (3, 69)), window=5 + abs(rank - 40), digest=rank)
         is_lacking = [
             conclude(agreement, 2, is_lacking=rank == 41).is_lacking,
@@ -143,7 +141,7 @@ def test_ranks_out_of_step_wait_for_no_deltas_of_each_other() -> None:
     hub, placement, found = Hub(2), Placement.ranks(2, 1, 2), list[int]()
 
     def run(rank: int) -> None:
-        agreement = Agreement(Wires(hub, rank, 2), placement, Heap())
+        agreement = Agreement(Wires(hub, rank, 2), placement, heap)
         with pytest.raises(StepFailed, match="not in the same step"):
             conclude(agreement, 2 + rank)
         agreement.leave(2 + rank)
@@ -158,7 +156,7 @@ def test_a_size_of_nonsense_is_refused_and_ends_the_step_on_all(size: int) -> No
     hub, placement, found = Hub(2), Placement.ranks(2, 1, 2), dict[int, str]()
 
     def run(rank: int) -> None:
-        agreement = Agreement(Wires(hub, rank, 2), placement, Heap())
+        agreement = Agreement(Wires(hub, rank, 2), placement, heap)
         decision = conclude(agreement, 1).decision
         words = np.array([1 if rank == 0 else size], np.int64).view(np.uint64)
         try:
@@ -177,11 +175,9 @@ LARGE = 1 << 19
 """Words of a block's deltas: more than connections hold."""
 
 
-class Full:
+def full(sizes: Mapping[int, int]) -> dict[int, Any]:
     """Where no deltas fit."""
-
-    def receive(self, sizes: Mapping[int, int]) -> dict[int, Any]:
-        raise ValueError("full")
+    raise ValueError("full")
 
 
 @contextmanager
@@ -208,7 +204,7 @@ def fail_over_a_mesh(stage: str) -> str:
     rank, placement = transport.rank, Placement.ranks(4, 2, 4)
     transport.swap_mesh = opening.swap_mesh(session_of(), transport, placement)
     fails = rank == 1
-    agreement = Agreement(transport, placement, Full() if fails and stage == "without room" else Heap())
+    agreement = Agreement(transport, placement, full if fails and stage == "without room" else heap)
     edges, words = [0, LARGE, 2 * LARGE], np.zeros(2 * LARGE, np.uint64)
     write_heads_(words, edges, placement.r)
     decision = conclude(agreement, 1).decision

@@ -525,7 +525,7 @@ def test_the_body_of_the_protocol_is_in_the_order_of_the_protocol(
         (transactions._replicated, "save"),
         (memory, "lay_out"),
         (transactions._agreement, "exchange"),
-        (memory.inbox, "receive"),
+        (transactions._agreement, "_make_room"),
         (memory, "prepare"),
         (transactions._agreement, "vote"),
         (memory, "apply"),
