@@ -51,7 +51,7 @@ class Decision:
     """What follows one status: the deltas, and the vote.
 
     Attributes:
-        number: statuses before it since the start.
+        tag: of the vote's round 0.
         votes: the vote's rounds.
         voted: whether this rank has begun to vote, or all ranks fail.
         heads: the first words of each rank's deltas, once they are asked for.
@@ -60,7 +60,7 @@ class Decision:
         swapped: whether all deltas are sent and received, or all ranks fail.
     """
 
-    number: int
+    tag: int
     votes: Dissemination
     voted: bool = False
     heads: dict[int, Words] = dataclasses.field(default_factory=dict[int, Words])
@@ -139,9 +139,11 @@ class Agreement:
                 state differs.
             PeerFailure: A rank died.
         """
-        step, tag = transaction - 1, self._transport.tag(Kind.VOTE, self._number)
-        votes = Dissemination(self._transport, tag, np.minimum, lambda value: int(value[0]) == _NO)
-        status, decision = self._status_rounds(self._number), Decision(self._number, votes)
+        step, transport = transaction - 1, self._transport
+        tag, vote_tag = transport.tag(Kind.STATUS, self._number), transport.tag(Kind.VOTE, self._number)
+        status = Dissemination(transport, tag, _folded, lambda value: int(value[_FLAG]) == FAILED)
+        votes = Dissemination(transport, vote_tag, np.minimum, lambda value: int(value[0]) == _NO)
+        decision = Decision(vote_tag, votes)
         self._is_between = True
         try:
             value = self._status(transaction, flag, window, digest, is_lacking=is_lacking)
@@ -168,7 +170,7 @@ class Agreement:
             self.withdraw(self._last)
         if not self._is_between:
             failed = self._status(transaction, FAILED, 0, 0)
-            say(self._transport, self._tag(Kind.STATUS), failed)
+            say(self._transport, self._transport.tag(Kind.STATUS, self._number), failed)
 
     @contextmanager
     def gathering(self, decision: Decision) -> Generator[None]:
@@ -263,7 +265,7 @@ class Agreement:
     def _withdraw(self, decision: Decision) -> None:
         """After an interruption it is called again."""
         if not decision.voted:
-            say(self._transport, self._tag(Kind.VOTE, decision), np.array([_NO], np.int64))
+            say(self._transport, decision.tag, np.array([_NO], np.int64))
             decision.voted = True
         if not decision.swapped:
             with suppress(PeerFailure):  # the next start has a say, and no rank waits for this one
@@ -275,17 +277,6 @@ class Agreement:
         swap = self._meet(decision, {keeper: _mark(size) for keeper, size in self._keepers.items()}, what)
         sizes = {rank: _size(head) - len(head) for rank, head in decision.heads.items()}
         self._finish(decision, swap, {}, sizes if self._transport.fabric is None else {}, what)
-
-    def _tag(self, kind: Kind, decision: Decision | None = None) -> int:
-        return self._transport.tag(kind, self._number if decision is None else decision.number)
-
-    def _status_rounds(self, number: int) -> Dissemination:
-        return Dissemination(
-            self._transport,
-            self._transport.tag(Kind.STATUS, number),
-            _folded,
-            lambda value: int(value[_FLAG]) == FAILED,
-        )
 
     def _status(
         self, transaction: int, flag: int, window: int, digest: int, *, is_lacking: bool = False
