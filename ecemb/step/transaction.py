@@ -98,6 +98,13 @@ class Transactions:
         activity: Updated at the begin and the end of each step.
         images: Of tables outside the arena; None if there are none.
         background: The rebuild beside training, until no rank lacks anything.
+
+    Attributes:
+        rank: This process's.
+        window: As given.
+        in_flight: The transaction whose step is open; None between steps.
+        aborting: Whether this rank aborts that step.
+        seconds: Wall time by phase.
     """
 
     def __init__(
@@ -115,11 +122,12 @@ class Transactions:
         background: Background | None = None,
     ) -> None:
         self._memory = memory
+        self.rank: int = memory.rank
         self._transport = transport
         self._agreement = Agreement(transport, memory.geometry.placement, memory.inbox.receive)
         self._replicated = replicated
         self._rank_state = rank_state
-        self._window = window or Window(1)
+        self.window: Window = window or Window(1)
         self._activity = activity or Activity()
         self.in_flight: int | None = None
         self.aborting: bool = False
@@ -146,16 +154,6 @@ class Transactions:
         return self._captured_rows + self._off_arena.captured_rows
 
     @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self._memory.rank
-
-    @property
-    def window(self) -> Window:
-        """The number of steps in a transaction."""
-        return self._window
-
-    @property
     def held_bytes(self) -> dict[str, int]:
         """Memory in the arena and beside it, by purpose."""
         arena, fabric = self._memory.arena, self._transport.fabric
@@ -174,13 +172,13 @@ class Transactions:
         """
         if self.in_flight is not None:
             raise UsageError(f"step {self.in_flight - 1} is open: commit or undo it first")
-        self._window.begin()
+        self.window.begin()
         self.in_flight = transaction = self.next_step + 1
         self._activity.place = f"in the body of step {transaction - 1}"
         if self._steps > 0:
             self._memory.journal.extend(transaction)
         else:
-            self._memory.arm(transaction, self._window.size)
+            self._memory.arm(transaction, self.window.size)
             with self.phase("compare"):
                 moved = {**self._replicated.moved(), **self._rank_state.moved()}
                 self._between.check(transaction - 1, moved)
@@ -205,7 +203,7 @@ class Transactions:
         Raises:
             UsageError: No step is open, or steps are committed together.
         """
-        transaction, window = self._open(), self._window.asked[0]
+        transaction, window = self._open(), self.window.asked[0]
         if window != 1:
             raise UsageError(
                 f"step {transaction - 1} can't be aborted with window={window!r}: an abort undoes all steps "
@@ -230,7 +228,7 @@ class Transactions:
         """
         transaction, began = self._open(), time.perf_counter()
         self._activity.place = f"at the end of step {transaction - 1}"
-        whole = self._steps + 1 >= self._window.size
+        whole = self._steps + 1 >= self.window.size
         if whole or self._pending is None or self._pending.done():
             self.settle()
         aborted: list[int] = []
@@ -292,13 +290,13 @@ class Transactions:
             self._undo_all(verdict.decision)
             self._write(transaction)
         self._steps = 0
-        self._window.agree(verdict.window)
+        self.window.agree(verdict.window)
         if not verdict.is_lacking:
             self._background.end()
         changed = self._off_arena.hand_over(self._memory.journal)
         if self._thread is None or not self._background.is_over:
             self._decide(transaction, verdict.decision, changed)
-            self._window.end(time.perf_counter() - began)
+            self.window.end(time.perf_counter() - began)
         else:
             spent_s = time.perf_counter() - began
             self._handed = transaction
@@ -324,7 +322,7 @@ class Transactions:
             return self._agreement.conclude(
                 transaction,
                 flag,
-                window=self._window.wish(self._off_arena.owed_bytes),
+                window=self.window.wish(self._off_arena.owed_bytes),
                 digest=digest,
                 committed=self._memory.committed,
                 differs=lambda: agreement.compare_replicas(self._replicated.whole(), self._transport),
@@ -336,7 +334,7 @@ class Transactions:
         self._throttle.start()
         try:
             laid_out_s = self._decide(transaction, decision, changed, self._throttle.rest)
-            self._window.end(spent_s + laid_out_s)
+            self.window.end(spent_s + laid_out_s)
         except BaseException as error:
             if self._is_undecided:
                 end_process(transaction, error)
@@ -398,7 +396,7 @@ class Transactions:
         if self._is_undecided:
             end_process(transaction, error)
         if isinstance(error, (NotEnoughSpace, MemoryError)):
-            self._window.run_out()
+            self.window.run_out()
         try:
             try:
                 self._agreement.leave(transaction)

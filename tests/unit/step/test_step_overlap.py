@@ -82,7 +82,7 @@ def rows(memory: RankMemory) -> list[int]:
 def test_a_window_is_committed_beside_all_steps_of_the_next_one(
     transactions: Transactions, memory: RankMemory, wires: Held
 ) -> None:
-    transactions._window = Window(2)
+    transactions.window = Window(2)
     for value in range(3):
         transactions.begin()
         change(transactions, memory, value)
@@ -133,7 +133,7 @@ def test_the_end_of_a_window_brings_rows_that_lie_elsewhere(
     """Once, also when it is drained, by the thread that commits."""
     brought: Any = Elsewhere(transactions)
     transactions._off_arena.images = brought
-    transactions._window = Window(3)
+    transactions.window = Window(3)
     wires.go.set()
     for value in range(7):
         transactions.begin()

@@ -306,8 +306,8 @@ def test_a_step_of_a_window_cannot_be_aborted(
 
     Nor does the log say that it is.
     """
-    transactions._window = Window(window)
-    transactions._window.agree(1)
+    transactions.window = Window(window)
+    transactions.window.agree(1)
     transactions.begin()
     with pytest.raises(UsageError, match=rf"step 0 can't be aborted with window={window!r}.*window=1"):
         Step(0, transactions).abort()
@@ -319,7 +319,7 @@ def test_a_step_of_a_window_cannot_be_aborted(
 def test_a_window_exchanges_and_copies_nothing_before_its_end(memory: RankMemory) -> None:
     wires = Wires(Hub(1), 0, 1)
     transactions = begun(memory, wires)
-    transactions._window = Window(3)
+    transactions.window = Window(3)
     with mock.patch.object(Agreement, "conclude", side_effect=AssertionError("an exchange in a window")):
         for step in range(2):
             transactions.begin()
