@@ -504,17 +504,9 @@ class Sigterm:
         Raises:
             The errors of `Transactions.settle`.
         """
-        if self._came and self._transactions.is_between:
-            self._transactions.settle()
-            self._end()
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
-        if os.getpid() != self._pid:
-            _end_by_signal()
-        self.obey()
-
-    def _end(self) -> None:
+        if not (self._came and self._transactions.is_between):
+            return
+        self._transactions.settle()
         logger.warning(
             "rank %d was asked to end (SIGTERM), and ends between two steps: step %d is next",
             self._transactions.rank,
@@ -523,6 +515,12 @@ class Sigterm:
         if self._watch is not None:
             self._watch.announce_failure("SIGTERM, between two steps")
         _end_by_signal()
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        if os.getpid() != self._pid:
+            _end_by_signal()
+        self.obey()
 
 
 def _end_by_signal() -> None:

@@ -154,9 +154,10 @@ class Window:
         Args:
             owed_bytes: see `RankMemory.window_room`.
         """
-        most = fits = min(self._want, self._room or self._want)
-        if most > 1 and self._memory is not None:
-            fits = self._memory.window_room(most, overlap=self._overlap, owed_bytes=owed_bytes)
+        most = min(self._want, self._room or self._want)
+        if most == 1 or self._memory is None:
+            return most
+        fits = self._memory.window_room(most, overlap=self._overlap, owed_bytes=owed_bytes)
         if fits < most and not self._has_logged_room:
             self._has_logged_room = True
             logger.warning(
@@ -164,7 +165,7 @@ class Window:
                 "until there is more memory for %s. This is said once",
                 fits,
                 most,
-                "the arena" if self._memory is None else self._memory.arena.path.parent,
+                self._memory.arena.path.parent,
             )
         return fits
 
