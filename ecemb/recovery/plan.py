@@ -49,8 +49,6 @@ class RecoveryPlan:
         transaction: T, which all ranks reach: 0 is the initial state, t is after step t - 1.
         survivors: ranks whose arenas are valid.
         lost: ranks without one.
-        undo: survivors that have prepared more than T.
-        redo: survivors that have committed less than T.
         rebuild: every lost block, in the order in which all ranks work through them.
         donor: the survivor that sends replicated state to replacement ranks; -1 at a fresh start.
         encode: rows were written undeclared: parity is computed again from all rows.
@@ -60,8 +58,6 @@ class RecoveryPlan:
     transaction: int
     survivors: tuple[int, ...]
     lost: tuple[int, ...]
-    undo: tuple[int, ...] = ()
-    redo: tuple[int, ...] = ()
     rebuild: tuple[Rebuild, ...] = ()
     donor: int = -1
     encode: bool = False
@@ -96,7 +92,8 @@ def plan_recovery(
 
     Returns:
         A fresh start if nothing shows that the job had started; else T = min(prepared) over the survivors,
-        with the ranks that undo, the ranks that redo, and the blocks to rebuild.
+        with the blocks to rebuild. A survivor that has prepared more undoes, and one that has committed less
+        redoes.
 
     Raises:
         JobFinished: a valid tombstone, or the mark, says so.
@@ -133,8 +130,6 @@ def plan_recovery(
         transaction=transaction,
         survivors=tuple(sorted(survivors)),
         lost=lost,
-        undo=tuple(r for r, h in sorted(survivors.items()) if h.prepared > transaction),
-        redo=tuple(r for r, h in sorted(survivors.items()) if h.committed < transaction),
         rebuild=_rebuilds(placement, lost) if placement is not None else (),
         donor=min(survivors),
         encode=bool(undeclared),

@@ -77,8 +77,6 @@ class Verdict:
     transaction: int = 0
     survivors: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
-    undo: tuple[int, ...] = ()
-    redo: tuple[int, ...] = ()
     broken: bool = False
 
 
@@ -131,8 +129,6 @@ def oracle(
         transaction=transaction,
         survivors=tuple(sorted(valid)),
         lost=lost,
-        undo=tuple(sorted(r for r, one in valid.items() if one.prepared > transaction)),
-        redo=tuple(sorted(r for r, one in valid.items() if one.committed < transaction)),
     )
 
 
@@ -156,8 +152,6 @@ def matches(got: RecoveryPlan | type[Exception], expected: Verdict | type[Except
         and got.transaction == expected.transaction
         and got.survivors == expected.survivors
         and got.lost == expected.lost
-        and got.undo == expected.undo
-        and got.redo == expected.redo
         and got.donor == (expected.survivors[0] if expected.survivors else -1)
     )
 
