@@ -44,11 +44,12 @@ class RecoveryPlan:
 
     Attributes:
         kind: "fresh" (nothing to recover), "process" (all memory survived), "memory" (ranks are lost),
-            "checkpoint" (new arenas are filled from one, whatever memory survived) or "move" (new arenas are
-            filled from those of another number of ranks).
+            "checkpoint" (new arenas are filled from one, whatever memory survived; old ones stay until the
+            new ones are LIVE, and a crash before that leads here again) or "move" (new arenas are filled from
+            those of another number of ranks, which come to the plan's transaction before anything moves).
         transaction: T, which all ranks reach: 0 is the initial state, t is after step t - 1.
-        survivors: ranks whose arenas are valid.
-        lost: ranks without one.
+        survivors: ranks whose arenas are valid; none if the plan `begins`.
+        lost: ranks without one; none if the plan `begins`.
         rebuild: every lost block, in the order in which all ranks work through them.
         donor: the survivor that sends replicated state to replacement ranks; -1 at a fresh start.
         encode: rows were written undeclared: parity is computed again from all rows.
@@ -56,8 +57,8 @@ class RecoveryPlan:
 
     kind: Kind
     transaction: int
-    survivors: tuple[int, ...]
-    lost: tuple[int, ...]
+    survivors: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
     rebuild: tuple[Rebuild, ...] = ()
     donor: int = -1
     encode: bool = False
@@ -136,24 +137,6 @@ def plan_recovery(
     )
 
 
-def plan_resume(transaction: int) -> RecoveryPlan:
-    """Returns the plan of a start from a checkpoint of `transaction`, which new arenas begin with.
-
-    For a fresh start, and after `plan_recovery` raised TooManyErasures or StateLost. Old arenas stay until
-    the new ones are LIVE: a crash before that leads here again.
-    """
-    return RecoveryPlan(kind="checkpoint", transaction=transaction, survivors=(), lost=())
-
-
-def plan_move(recovery: RecoveryPlan) -> RecoveryPlan:
-    """Returns the plan of a start with another number of ranks, whose new arenas take over from old ones.
-
-    Args:
-        recovery: the plan for the old arenas, which come to its transaction before anything moves.
-    """
-    return RecoveryPlan(kind="move", transaction=recovery.transaction, survivors=(), lost=())
-
-
 def _over(judged: Judgement) -> str:
     where = "the store's mark says so"
     if judged.finished:
@@ -181,7 +164,7 @@ def _without_survivors(judged: Judgement, started: bool) -> RecoveryPlan:
             "Resume from a checkpoint: ecemb.protect(resume=), or launch the job again under another job= or "
             "with a new torchrun",
         )
-    return RecoveryPlan(kind="fresh", transaction=0, survivors=(), lost=())
+    return RecoveryPlan("fresh", 0)
 
 
 def _check_tolerated(placement: Placement | None, lost: tuple[int, ...], survivors: Sequence[int]) -> None:

@@ -53,7 +53,7 @@ from ..memory.private_files import Folder
 from ..net.assignment import Report
 from ..net.collectives import Transport
 from ..net.wording import listed
-from ..recovery.plan import RecoveryPlan, plan_move, plan_recovery, plan_resume
+from ..recovery.plan import RecoveryPlan, plan_recovery
 from ..session import Session
 from ..state import rank_state
 from ..state.replicated import ReplicatedState
@@ -183,7 +183,7 @@ def negotiate(
     )
     old, recovery = None, plan
     if history is not None and is_of_other_ranks(history, session) and not plan.begins:
-        old, plan = OldArenas(history, plan), plan_move(plan)
+        old, plan = OldArenas(history, plan), RecoveryPlan("move", plan.transaction)
         stored = old.stored(session.job)
     if plan.begins:
         placement = placed(request.code, session.hosts, request.failure_domain, first=session.rank == 0)
@@ -343,13 +343,13 @@ def _decide(
         if stored is None:
             nothing = f"resume= {saver.name_of(request.reader)} has no complete checkpoint"
             raise type(error)(f"{error}{unread} ({nothing})") from None
-        plan = plan_resume(stored.step)
+        plan = RecoveryPlan("checkpoint", stored.step)
     if plan.kind == "fresh" and request.reader is not None:
         stored = saver.find(request.reader, transport, session.job)
         if stored is None:
             _miss_checkpoint(session, request, request.reader)
         else:
-            plan = plan_resume(stored.step)
+            plan = RecoveryPlan("checkpoint", stored.step)
     if plan.kind == "memory" and not roster.started and request.reader is not None:
         newest = None
         try:
@@ -358,7 +358,7 @@ def _decide(
             logger.warning("no checkpoint is compared with memory, which the job goes on from: %s", error)
         if newest and newest.step > plan.transaction and newest.facts.get("lineage") == lineage:
             lost = f"what is left of it is of step {plan.transaction}, and the job went on without it"
-            stored, plan = newest, plan_resume(newest.step)
+            stored, plan = newest, RecoveryPlan("checkpoint", newest.step)
     if plan.kind == "fresh":
         _check_nothing_is_damaged(session, damaged)
     for report in damaged:

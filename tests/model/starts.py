@@ -19,7 +19,7 @@ from ecemb.coding.placement import Placement
 from ecemb.errors import EcembError, InconsistentArenas, JobFinished
 from ecemb.memory.classify import classify
 from ecemb.memory.header import NONE, Constants, Header, State
-from ecemb.recovery.plan import RecoveryPlan, plan_recovery, plan_resume
+from ecemb.recovery.plan import RecoveryPlan, plan_recovery
 
 from .rank import Broken
 from .rules import ALL, Rules
@@ -228,7 +228,7 @@ class StartsModel:
         if resume:
             if outcome not in ("TooManyErasures", "StateLost", "fresh"):
                 return  # as without it
-            outcome = plan_resume(SAVED)
+            outcome = RecoveryPlan("checkpoint", SAVED)
         text = f"a start{' with resume=' if resume else ''}: {_described(outcome)}"
         reason = self._judged(world, found, outcome, survivors)
         if reason:

@@ -9,7 +9,7 @@ import pytest
 
 from ecemb.errors import StateLost, TooManyErasures
 from ecemb.memory.classify import classify
-from ecemb.recovery.plan import RecoveryPlan, plan_resume
+from ecemb.recovery.plan import RecoveryPlan
 from ecemb.state import rank_state
 from support.simulation import Job, Machines, Rank, job_of
 
@@ -23,7 +23,7 @@ class Durable(Machines):
         try:
             return super().plan()
         except (TooManyErasures, StateLost):
-            return plan_resume(SAVED)
+            return RecoveryPlan("checkpoint", SAVED)
 
     def _discard(self, rank: int, kept: set[str]) -> None:
         # Whoever resumed from a checkpoint has another arena than what survived before.

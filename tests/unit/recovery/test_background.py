@@ -72,7 +72,7 @@ class Worker:
         )
         self.memory = RankMemory(arena, layouts, job.geometry, kernels)
         self.rank = Rank(job, self.memory, self.control)  # pyright: ignore[reportArgumentType]
-        self.rank.start(RecoveryPlan("fresh", 0, (), ()), 1)
+        self.rank.start(RecoveryPlan("fresh", 0), 1)
         self.control.barrier("the start")
         headers = [
             one.header
