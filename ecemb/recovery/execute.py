@@ -69,7 +69,19 @@ class RecoveryReport:
         return sum(self.seconds.values())
 
     def __str__(self) -> str:
-        return headline(self)
+        total = f"({self.total_s:.2f} s)"
+        if self.kind == "fresh":
+            return f"fresh start: parity of the initial state is in place {total}"
+        what = "recovered, no memory was lost"
+        if self.kind == "checkpoint":
+            what = "resumed from a checkpoint"
+        elif self.kind == "move":
+            decoded = f"; that of {listed(self.lost)} was lost and decoded" if self.lost else ""
+            what = f"moved from the memory of {counted(self.moved_from, 'rank')}{decoded}"
+        elif self.lost:
+            done = "is rebuilt beside training" if self.in_background else "rebuilt from parity"
+            what = f"recovered, the memory of {listed(self.lost)} was lost and {done}"
+        return f"{what}; training goes on from step {self.step} {total}"
 
 
 def details(report: RecoveryReport) -> str:
@@ -78,33 +90,16 @@ def details(report: RecoveryReport) -> str:
     if report.before_s:
         phases += f"; before: {_by_phase(report.before_s)}"
     if report.kind in ("fresh", "checkpoint"):
-        return f"{headline(report)[:-1]}: {phases})"
+        return f"{str(report)[:-1]}: {phases})"
     redone = "a step redone" if report.redone else "no step redone"
     return (
-        f"{headline(report)[:-1]}; this rank: {report.undone_rows} rows undone, {redone}, "
+        f"{str(report)[:-1]}; this rank: {report.undone_rows} rows undone, {redone}, "
         f"{report.rebuilt_bytes / 1e6:.1f} MB received; {phases})"
     )
 
 
 def _by_phase(seconds: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items())
-
-
-def headline(report: RecoveryReport) -> str:
-    """The report in one line, with the time of all phases together."""
-    total = f"({report.total_s:.2f} s)"
-    if report.kind == "fresh":
-        return f"fresh start: parity of the initial state is in place {total}"
-    what = "recovered, no memory was lost"
-    if report.kind == "checkpoint":
-        what = "resumed from a checkpoint"
-    elif report.kind == "move":
-        decoded = f"; that of {listed(report.lost)} was lost and decoded" if report.lost else ""
-        what = f"moved from the memory of {counted(report.moved_from, 'rank')}{decoded}"
-    elif report.lost:
-        done = "is rebuilt beside training" if report.in_background else "rebuilt from parity"
-        what = f"recovered, the memory of {listed(report.lost)} was lost and {done}"
-    return f"{what}; training goes on from step {report.step} {total}"
 
 
 class Stopwatch:

@@ -55,7 +55,7 @@ from ..net.links import Listener, Peer, connect, neighbours
 from ..net.mesh import Mesh, Notes
 from ..net.wording import counted, listed
 from ..recovery.background import Background, partners
-from ..recovery.execute import RecoveryReport, Stopwatch, details, headline, join, recover, write_to_header
+from ..recovery.execute import RecoveryReport, Stopwatch, details, join, recover, write_to_header
 from ..recovery.plan import RecoveryPlan
 from ..recovery.requester import Requester
 from ..recovery.server import Server
@@ -362,7 +362,7 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
     level = logging.WARNING if report.lost else logging.INFO
     if session.rank != 0 and session.rank not in report.lost:
         level = logging.DEBUG
-    logger.log(level, "rank %d: %s", session.rank, headline(report))
+    logger.log(level, "rank %d: %s", session.rank, report)
     logger.debug("rank %d: %s", session.rank, details(report))
 
 
