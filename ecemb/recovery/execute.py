@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import get_args
 
 from ..errors import InconsistentArenas
-from ..kernels.contract import Kernels
 from ..memory.rank_memory import RankMemory
 from ..net.collectives import Transport
 from ..net.wording import counted, listed
@@ -169,7 +168,6 @@ def recover(
     memory: RankMemory,
     transport: Transport,
     plan: RecoveryPlan,
-    kernels: Kernels,
     watch: Stopwatch,
     ready: Ready = lambda start, stop: None,
     *,
@@ -181,7 +179,6 @@ def recover(
         memory: this rank's arena: a survivor's, or a replacement's in state REBUILDING; joined.
         transport: the control group.
         plan: the same on all ranks.
-        kernels: The kernels for the arithmetic.
         watch: Measures the phases.
         ready: Called for this rank's rows as soon as recovery will not change them any more.
         in_background: Whether lost rows and parity are left out: replacements stay REBUILDING without them.
@@ -206,7 +203,7 @@ def recover(
             _encode_again(memory, transport)
     if plan.lost and not in_background:
         with watch.phase("rebuild"):
-            received += rebuild_lost(memory, transport, plan, kernels, ready)
+            received += rebuild_lost(memory, transport, plan, ready)
     with watch.phase("replicated"):
         sizes = compare_state(memory, transport, plan)
         if plan.lost:
@@ -259,8 +256,6 @@ def _encode_again(memory: RankMemory, transport: Transport) -> None:
 
 def _verify(memory: RankMemory, transport: Transport) -> None:
     """Compares parity with rows at the blocks' beginning, middle and end."""
-    if memory.parity is None:
-        return
     longest = longest_block(memory)
     wrong = [
         f"class {one.stripe_class} in words {start}..{start + SAMPLE_WORDS}"

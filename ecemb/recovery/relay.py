@@ -55,16 +55,13 @@ TOGETHER = 256
 _SAY_S = 10.0
 
 
-def rebuild_lost(
-    memory: RankMemory, transport: Transport, plan: RecoveryPlan, kernels: Kernels, ready: Ready
-) -> int:
+def rebuild_lost(memory: RankMemory, transport: Transport, plan: RecoveryPlan, ready: Ready) -> int:
     """Rebuilds the plan's lost blocks. All ranks.
 
     Args:
         memory: this rank's.
         transport: the control group.
         plan: the same on all ranks.
-        kernels: the kernels for the arithmetic.
         ready: called for this rank's lost rows, each block's in their order.
 
     Returns:
@@ -74,7 +71,7 @@ def rebuild_lost(
         PeerFailure: a peer died; the next start rebuilds again.
     """
     geometry, received = memory.geometry, 0
-    if geometry.placement is None or memory.parity is None:
+    if geometry.placement is None:
         return 0
 
     def store(task: Rebuild, start: int, words: Words) -> None:
@@ -101,7 +98,7 @@ def rebuild_lost(
     total = sum(len(block.words) for block in blocks) * WORD_BYTES
     every = chunked(max(sizes.values(), default=0))
     with Progress("rebuilding lost memory, this rank's part", total, shown=memory.rank == 0) as progress:
-        relay = Relay({memory.rank: memory}, transport, kernels, progress)
+        relay = Relay({memory.rank: memory}, transport, memory.kernels, progress)
         while together := list(itertools.islice(every, TOGETHER)):
             turns = itertools.product(together, blocks)
             hops = (block.cut(start, stop) for (start, stop), block in turns if start < len(block.words))

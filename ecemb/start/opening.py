@@ -127,7 +127,7 @@ def _open(start: Start, before_s: Mapping[str, float]) -> Opened:
         if start.world.plan.begins:
             report = begin(start, memory, InitialContent(start, memory))
         else:
-            report, background = _recover(start, memory, kernels)
+            report, background = _recover(start, memory)
     _supersede(start, memory)
     _restore(start, memory)
     saver = _saver(start, memory)
@@ -236,17 +236,13 @@ def _flag_started(start: Start, generation: int) -> None:
     start.session.job_flags.set("started", str(generation))
 
 
-def _recover(
-    start: Start, memory: RankMemory, kernels: contract.Kernels
-) -> tuple[RecoveryReport, Background]:
+def _recover(start: Start, memory: RankMemory) -> tuple[RecoveryReport, Background]:
     """Brings the arenas to the plan's transaction, and tables to the memory in them. All ranks."""
     transport, tables, plan = start.transport, start.training.tables, start.world.plan
     background, in_background = Background(), start.in_background
     transport.together("pointing to the tables", lambda: tables.place(memory.space.tables, fresh=False))
     with Uploader(tables.images.all(), memory.space) as uploader:
-        report = recover(
-            memory, transport, plan, kernels, start.watch, uploader.ready, in_background=in_background
-        )
+        report = recover(memory, transport, plan, start.watch, uploader.ready, in_background=in_background)
         if in_background:
             with start.watch.phase("connect"):
                 partners = requests(start.session, transport, plan)

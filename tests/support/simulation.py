@@ -453,7 +453,7 @@ class Rank:
         if plan.begins:
             self.report = fill(self.memory, self.wires, plan, self._write_initial, Stopwatch())
         else:
-            self.report = recover(self.memory, self.wires, plan, Torn(), Stopwatch())
+            self.report = recover(self.memory, self.wires, plan, Stopwatch())
             self.replicated.load(gathered(self.memory, self.wires), plan.transaction)
         self.wires.barrier("the end of recovery")
         self.position.unpack(rank_state.read(self.memory.rank_state))
