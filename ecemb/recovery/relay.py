@@ -89,7 +89,6 @@ def rebuild_lost(memory: RankMemory, transport: Transport, plan: RecoveryPlan, r
             sources=task.sources,
             weights=weights_of(geometry.generator, task.block, task.sources),
             chain=chain,
-            place=chain.index(memory.rank),
             on_chunk=functools.partial(store, task),
         )
         for task, size in sizes.items()
@@ -146,7 +145,6 @@ def carry(
                     sources=move.sources,
                     weights=weights(move.block, move.sources),
                     chain=chain,
-                    place=chain.index(rank),
                     on_chunk=lambda _, words, move=move: on_chunk(move, words),
                 )
 
@@ -205,7 +203,6 @@ class Hop:
         sources: pairs (block, rank) that add up to the block; the ranks are those whose memory has them.
         weights: of the sources in the sum, uint8 [sources].
         chain: the ranks of the group that the sum passes through; the last one wants it.
-        place: this rank's number in the chain.
         on_chunk: called at the chain's end with the first word's number and the sum, uint64 [words], read.
     """
 
@@ -215,7 +212,6 @@ class Hop:
     sources: Sequence[tuple[int, int]]
     weights: NDArray[np.uint8]
     chain: Sequence[int]
-    place: int
     on_chunk: Callable[[int, Words], None]
 
     def cut(self, start: int, stop: int) -> Hop:
@@ -280,17 +276,17 @@ class Relay:
 
     def _begin(self, hop: Hop, words: Words) -> Wait:
         """Starts to receive the sum so far; returns a wait for its arrival."""
-        if not hop.place:
-            return _nothing
-        return self._transport.expect(words, hop.chain[hop.place - 1], hop.what)
+        place = hop.chain.index(self._transport.rank)
+        return self._transport.expect(words, hop.chain[place - 1], hop.what) if place else _nothing
 
     def _go_on(self, hop: Hop, buffer: _Buffer) -> int:
         """Adds this process's blocks to the sum, and passes it on; returns the bytes that end here."""
         words = self._sum(hop, buffer.words)
-        if hop.place == len(hop.chain) - 1:
+        after = hop.chain.index(self._transport.rank) + 1
+        if after == len(hop.chain):
             hop.on_chunk(hop.words.start, words)
             return words.nbytes
-        buffer.sent = self._transport.send(words, hop.chain[hop.place + 1], hop.what)
+        buffer.sent = self._transport.send(words, hop.chain[after], hop.what)
         return 0
 
     def _sum(self, hop: Hop, words: Words) -> Words:
@@ -300,7 +296,7 @@ class Relay:
         for number, (rank, block, weight) in enumerate(own):
             read = self._memories[rank].read_block
             added = read(hop.stripe_class, block, hop.words.start, hop.words.stop)
-            if hop.place or number:
+            if number or hop.chain[0] != self._transport.rank:
                 self._kernels.mul_add_block_(words[: len(added)], added, weight)
             elif len(own) == 1 and weight == 1 and len(added) == len(words):
                 return added
