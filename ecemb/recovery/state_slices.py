@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..coding.placement import ALIGN_BYTES, Share, runs
+from ..coding.placement import ALIGN_BYTES, Placement, Share, runs
 from ..coding.rows import WORD_BYTES
 from ..errors import InconsistentArenas, PeerFailure
 from ..kernels.contract import Words
@@ -50,7 +50,7 @@ def compare(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> tup
         "reading replicated state", lambda: b"" if is_lost else described(memory, plan.transaction)
     )
     answers = transport.gather(own, "comparing replicated state")
-    return compared(plan, answers, memory.share_of, lambda c: _named(memory, plan, c))
+    return compared(plan, answers, memory.geometry.placement, lambda c: _named(memory, plan, c))
 
 
 def copy_lost(
@@ -155,9 +155,6 @@ def compare_old(
     """
     recovery = plan.recovery
 
-    def share_of(rank: int) -> Share:
-        return Share.of(old.placement, rank)
-
     def mine() -> bytes:
         parts = {rank: described(one, recovery.transaction, every=True) for rank, one in memories.items()}
         return b"".join(_PART.pack(rank, len(part)) + part for rank, part in parts.items())
@@ -167,8 +164,7 @@ def compare_old(
     for text in each:
         for rank, part in _parts(text, len(answers)):
             answers[rank] = part
-    count = share_of(recovery.donor).count
-    return compared(recovery, answers, share_of, lambda c: f"slice {c} of {count}")
+    return compared(recovery, answers, old.placement, lambda c: f"slice {c} of {len(plan.slices)}")
 
 
 def gather_old(
@@ -246,7 +242,7 @@ def described(memory: RankMemory, transaction: int, *, every: bool = False) -> b
 def compared(
     plan: RecoveryPlan,
     answers: Sequence[bytes],
-    share_of: Callable[[int], Share],
+    placement: Placement | None,
     named: Callable[[int], str],
 ) -> tuple[int, int]:
     """The sizes that the survivors agree on: bytes in front of the tensors, and of the tensors' whole area.
@@ -254,7 +250,7 @@ def compared(
     Args:
         plan: of these ranks.
         answers: the result of `described` on each rank; b"" of lost ones.
-        share_of: what a rank's slots hold.
+        placement: says what a rank's slots hold.
         named: a slice, in words.
 
     Raises:
@@ -271,7 +267,7 @@ def compared(
         if answers[rank][: _SIZES.size] != sizes:
             raise _differing(plan, plan.donor, rank, "its names, shapes or options")
         checksums = [one for (one,) in _CHECKSUM.iter_unpack(answers[rank][_SIZES.size :])]
-        for c, checksum in zip(share_of(rank).held, checksums, strict=False):
+        for c, checksum in zip(Share.of(placement, rank).held, checksums, strict=False):
             holder, first = known.setdefault(c, (rank, checksum))
             if first != checksum:
                 raise _differing(plan, holder, rank, named(c))
