@@ -32,6 +32,7 @@ from .relayout import Layout, Relayout
 _SIZES = struct.Struct("<qq")
 """Of a slot: bytes in front of the tensors, and of the tensors' whole area."""
 _CHECKSUM = struct.Struct("<I")  # of a slice
+_FRONT = -1  # beside the numbers of slices: what lies in front of them
 _PART = struct.Struct("<qq")  # of one old rank: its number, and the bytes that follow
 
 
@@ -74,26 +75,22 @@ def copy_lost(
     """
     what, share = "copying replicated state", memory.slots.share
     edges, shares = share.edges(area_bytes), {rank: memory.share_of(rank) for rank in plan.survivors}
-    if memory.rank in plan.lost:
-        slot = memory.slots.open(plan.transaction, front_bytes + share.size_bytes(area_bytes))
-        slices = held(slot[front_bytes:], share, edges)
-        waits = [transport.expect(slot[:front_bytes].view(np.uint64), plan.donor, what)]
-        for c, start, stop, source in _routes(shares, share, edges):
-            waits.append(transport.expect(slices[c][start:stop], source, what))
-        _wait(waits)
-        memory.slots.seal(plan.transaction)
-        return len(slot)
-    slot = memory.slots.read(plan.transaction)
-    slices = held(slot[front_bytes:], share, edges)
-    waits = []
+    is_lost, size_bytes = memory.rank in plan.lost, front_bytes + share.size_bytes(area_bytes)
+    slot = memory.slots.open(plan.transaction, size_bytes) if is_lost else memory.slots.read(plan.transaction)
+    parts = {_FRONT: slot[:front_bytes].view(np.uint64), **held(slot[front_bytes:], share, edges)}
+    front = _FRONT, 0, len(parts[_FRONT]), plan.donor
+    waits: list[Wait] = []
     for rank in plan.lost:
-        if memory.rank == plan.donor:
-            waits.append(transport.send(slot[:front_bytes].view(np.uint64), rank, what))
-        for c, start, stop, source in _routes(shares, memory.share_of(rank), edges):
-            if source == memory.rank:
-                waits.append(transport.send(slices[c][start:stop], rank, what))
+        for part, start, stop, source in (front, *_routes(shares, memory.share_of(rank), edges)):
+            if rank == memory.rank:
+                waits.append(transport.expect(parts[part][start:stop], source, what))
+            elif source == memory.rank:
+                waits.append(transport.send(parts[part][start:stop], rank, what))
     _wait(waits)
-    return 0
+    if not is_lost:
+        return 0
+    memory.slots.seal(plan.transaction)
+    return len(slot)
 
 
 def gathered(memory: RankMemory, transport: Transport) -> StateStore:
