@@ -13,10 +13,10 @@ Must not know: what a commit does, and how ranks agree.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import statistics
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -41,9 +41,6 @@ LESS, MORE = 0.5, 1.5
 """Ratios of a time now to the time that a window was chosen by, from which on "auto" chooses again."""
 
 _TIMES = Word.WINDOW_COMMIT_NS, Word.WINDOW_STEP_NS
-_MEASURED = struct.Struct(
-    "<qqqq"
-)  # the times, `window_room`, and the steps of a first window that there is room for
 _clock: Callable[[], float] = time.perf_counter
 
 
@@ -115,12 +112,10 @@ class Window:
         if not self._is_auto and self._want == 1:
             return
         self._mtbf = self._mtbf or published_mtbf(hosts)
-        first = MOST if memory.has_room_for_all(overlap=overlap) else 1
-        own = *(memory.arena.get(word) for word in _TIMES), memory.arena.get(Word.WINDOW_ROOM), first
-        answers = [
-            _MEASURED.unpack(one)
-            for one in transport.gather(_MEASURED.pack(*own), "going on with the window")
-        ]
+        own = [memory.arena.get(word) for word in (*_TIMES, Word.WINDOW_ROOM)]
+        known = json.dumps([*own, memory.has_room_for_all(overlap=overlap)]).encode()
+        texts = transport.gather(known, "going on with the window")
+        answers: list[tuple[int, int, int, bool]] = [json.loads(text) for text in texts]
         self._room = min((room for *_, room, _ in answers if room > 0), default=0)
         size = self._want
         measured = [(commit, step) for commit, step, *_ in answers if commit > 0 and step > 0]
@@ -128,7 +123,7 @@ class Window:
             commit, step = own[:2] if min(own[:2]) > 0 else max(measured)
             self._choose(commit / 1e9, step / 1e9)
             size = min(self._best(commit / 1e9, step / 1e9) for commit, step in measured)
-        if any(first == 1 for *_, first in answers):
+        if not all(has_room for *_, has_room in answers):
             size = 1  # the rows of one step tell how many there is room for
         self.agree(min(size, self._room or size))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -289,7 +290,7 @@ def test_a_window_that_ran_out_is_halved_by_the_next_start(memory: RankMemory) -
     sixteen.run_out()
     assert memory.arena.get("window_room") == 8
     again = Window(16)
-    again.take_up(memory, Alone(window._MEASURED.pack(0, 0, 6, window.MOST)), 1)
+    again.take_up(memory, Alone(json.dumps([0, 0, 6, True]).encode()), 1)
     assert again.size == again.wish() == 6
     again.agree(1)
     again.run_out()  # one step is too much: half a step there isn't
@@ -298,7 +299,7 @@ def test_a_window_that_ran_out_is_halved_by_the_next_start(memory: RankMemory) -
 
 def test_where_not_all_rows_have_room_the_first_window_is_a_step(memory: RankMemory) -> None:
     sixteen = Window(16)
-    sixteen.take_up(memory, Alone(window._MEASURED.pack(0, 0, 0, 1)), 1)
+    sixteen.take_up(memory, Alone(json.dumps([0, 0, 0, False]).encode()), 1)
     assert (sixteen.size, sixteen.wish()) == (1, 16)
 
 
