@@ -449,19 +449,15 @@ class Holders:
         for run in range(0, len(offsets), runs):
             for word in range(0, width, CHUNK_WORDS):
                 begins = offsets[run : run + runs] + word
-                pending = Pending(task, run, word, len(begins), min(CHUNK_WORDS, width - word))
-                self._request(pending, begins, of)
-                requests.append(pending)
+                size = min(CHUNK_WORDS, width - word)
+                for other, rank in task.sources:
+                    request = Request(task.stripe_class, other, of, size, len(begins), int(begins[0]))
+                    self._unsent[rank].append(request.words)
+                    if len(begins) > 1:
+                        self._unsent[rank].append(begins.view(np.uint64))
+                requests.append(Pending(task, run, word, len(begins), size))
+        self._pending += requests
         return requests
-
-    def _request(self, pending: Pending, offsets: Ids, of: int) -> None:
-        task = pending.task
-        for other, rank in task.sources:
-            request = Request(task.stripe_class, other, of, pending.width, pending.runs, int(offsets[0]))
-            self._unsent[rank].append(request.words)
-            if len(offsets) > 1:
-                self._unsent[rank].append(offsets.view(np.uint64))
-        self._pending.append(pending)
 
     def send(self) -> None:
         """Sends what was asked, as far as it goes without a wait.
