@@ -11,7 +11,7 @@ Must not know: headers, and the content of the state.
 from __future__ import annotations
 
 import itertools
-import struct
+import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..coding.placement import ALIGN_BYTES, Placement, Share, runs
 from ..coding.rows import WORD_BYTES
-from ..errors import InconsistentArenas, PeerFailure
+from ..errors import InconsistentArenas
 from ..kernels.contract import Words
 from ..memory.rank_memory import RankMemory, StateCopy, StateStore
 from ..net.collectives import Transport
@@ -29,11 +29,7 @@ from .plan import RecoveryPlan
 from .relay import Wait, chunked
 from .relayout import Layout, Relayout
 
-_SIZES = struct.Struct("<qq")
-"""Of a slot: bytes in front of the tensors, and of the tensors' whole area."""
-_CHECKSUM = struct.Struct("<I")  # of a slice
 _FRONT = -1  # beside the numbers of slices: what lies in front of them
-_PART = struct.Struct("<qq")  # of one old rank: its number, and the bytes that follow
 
 
 def compare(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> tuple[int, int]:
@@ -48,9 +44,10 @@ def compare(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> tup
     """
     is_lost = memory.rank in plan.lost
     own = transport.together(
-        "reading replicated state", lambda: b"" if is_lost else described(memory, plan.transaction)
+        "reading replicated state", lambda: [] if is_lost else described(memory, plan.transaction)
     )
-    answers = transport.gather(own, "comparing replicated state")
+    texts = transport.gather(json.dumps(own).encode(), "comparing replicated state")
+    answers = [json.loads(text) for text in texts]
     return compared(plan, answers, memory.geometry.placement, lambda c: _named(memory, plan, c))
 
 
@@ -152,15 +149,14 @@ def compare_old(
     """
     recovery = plan.recovery
 
-    def mine() -> bytes:
-        parts = {rank: described(one, recovery.transaction, every=True) for rank, one in memories.items()}
-        return b"".join(_PART.pack(rank, len(part)) + part for rank, part in parts.items())
+    def mine() -> list[tuple[int, list[int]]]:
+        return [(rank, described(one, recovery.transaction, every=True)) for rank, one in memories.items()]
 
-    each = transport.gather(transport.together("reading replicated state", mine), "comparing states")
-    answers = [b""] * len(plan.holders)
-    for text in each:
-        for rank, part in _parts(text, len(answers)):
-            answers[rank] = part
+    own = transport.together("reading replicated state", mine)
+    texts = transport.gather(json.dumps(own).encode(), "comparing states")
+    answers: list[list[int]] = [[]] * len(plan.holders)
+    for rank, part in itertools.chain.from_iterable(map(json.loads, texts)):
+        answers[rank] = part
     return compared(recovery, answers, old.placement, lambda c: f"slice {c} of {len(plan.slices)}")
 
 
@@ -218,11 +214,11 @@ def _read(memory: RankMemory, transaction: int) -> tuple[NDArray[np.uint8], int,
     return slot, front_bytes, area_bytes
 
 
-def described(memory: RankMemory, transaction: int, *, every: bool = False) -> bytes:
-    """Sizes of this rank's slot, and checksums of the slices in it; for `compared`.
+def described(memory: RankMemory, transaction: int, *, every: bool = False) -> list[int]:
+    """What `compared` needs of this rank's slot: its two sizes, and checksums of the slices in it.
 
-    There are none if each rank holds all slices, and therefore goes on with its own: the end of the first
-    step compares the ranks.
+    There are no checksums if each rank holds all slices, and therefore goes on with its own: the end of the
+    first step compares the ranks.
 
     Args:
         memory: a survivor's.
@@ -233,12 +229,12 @@ def described(memory: RankMemory, transaction: int, *, every: bool = False) -> b
     share = memory.slots.share
     slices = held(slot[front_bytes:], share, share.edges(area_bytes))
     checksums = [] if share.is_whole and not every else [zlib.crc32(slices[c].data) for c in share.held]
-    return _SIZES.pack(front_bytes, area_bytes) + b"".join(map(_CHECKSUM.pack, checksums))
+    return [front_bytes, area_bytes, *checksums]
 
 
 def compared(
     plan: RecoveryPlan,
-    answers: Sequence[bytes],
+    answers: Sequence[Sequence[int]],
     placement: Placement | None,
     named: Callable[[int], str],
 ) -> tuple[int, int]:
@@ -246,29 +242,28 @@ def compared(
 
     Args:
         plan: of these ranks.
-        answers: the result of `described` on each rank; b"" of lost ones.
+        answers: the result of `described` on each rank; nothing of lost ones.
         placement: says what a rank's slots hold.
         named: a slice, in words.
 
     Raises:
         InconsistentArenas: they don't, or hold different slices.
     """
-    sizes = answers[plan.donor][: _SIZES.size]
-    if any(size < 0 or size % ALIGN_BYTES for size in _SIZES.unpack(sizes)):
+    front_bytes, area_bytes = sizes = answers[plan.donor][:2]
+    if any(size < 0 or size % ALIGN_BYTES for size in sizes):
         raise InconsistentArenas(
-            f"rank {plan.donor} announces replicated state of {_SIZES.unpack(sizes)} bytes: the network is "
+            f"rank {plan.donor} announces replicated state of {sizes} bytes: the network is "
             f"damaged, or the ranks run different versions of ecemb; restart the job"
         )
     known: dict[int, tuple[int, int]] = {}  # slice -> its first holder, with the checksum there
     for rank in plan.survivors:
-        if answers[rank][: _SIZES.size] != sizes:
+        if answers[rank][:2] != sizes:
             raise _differing(plan, plan.donor, rank, "its names, shapes or options")
-        checksums = [one for (one,) in _CHECKSUM.iter_unpack(answers[rank][_SIZES.size :])]
-        for c, checksum in zip(Share.of(placement, rank).held, checksums, strict=False):
+        for c, checksum in zip(Share.of(placement, rank).held, answers[rank][2:], strict=False):
             holder, first = known.setdefault(c, (rank, checksum))
             if first != checksum:
                 raise _differing(plan, holder, rank, named(c))
-    return _SIZES.unpack(sizes)
+    return front_bytes, area_bytes
 
 
 def _named(memory: RankMemory, plan: RecoveryPlan, c: int) -> str:
@@ -323,20 +318,6 @@ def _chunks_of(area: Words, edges: Sequence[int], slices: Iterable[int]) -> Iter
 def _wait(waits: Iterable[Wait]) -> None:
     for wait in waits:
         wait()
-
-
-def _parts(text: bytes, size: int) -> Iterator[tuple[int, bytes]]:
-    """The descriptions of old ranks in the answer of one worker."""
-    at = 0
-    while at < len(text):
-        rank, length = _PART.unpack(text[at : at + _PART.size])
-        at += _PART.size + length
-        if not (0 <= rank < size and length >= 0 and at <= len(text)):
-            raise PeerFailure(
-                "a rank describes replicated state in bytes that can't be read: the network is damaged, or "
-                "the ranks run different versions of ecemb; restart the job"
-            )
-        yield rank, text[at - length : at]
 
 
 def _to_all(words: Words, source: int | None, transport: Transport, what: str) -> None:

@@ -315,7 +315,7 @@ def test_announced_lengths_of_nonsense_cost_no_memory(memories: list[RankMemory]
         Transport.gather(liar, b"x", "comparing")
     plan = execute.RecoveryPlan("memory", 2, (1, 2, 3), (0,), donor=1)
     for sizes in ((64, announced), (announced, 64)):
-        told = [b"", *[struct.pack("<qq", *sizes)] * 3]
+        told = [b"[]", *[json.dumps(sizes).encode()] * 3]
         with (
             mock.patch.object(
                 liar, "gather", lambda data, what, told=told: told if "comp" in what else [b""]
