@@ -208,16 +208,13 @@ class Missing:
         one = self._space.named[table]
         self._memory.back_rows(one.owner, ids + one.rows.start)
 
-    def store_rows_(self, table: int, ids: Ids, records: Words) -> int:
+    def store_rows_(self, table: int, ids: Ids, records: Words) -> None:
         """Stores the rows that are not there, and says that they are.
 
         Args:
             table: the table.
             ids: int64 [m], distinct, ascending.
             records: uint64 [m, record_words]; read.
-
-        Returns:
-            Bytes that were stored.
 
         Raises:
             KernelError: these are not rows of the table, or not their records; nothing was stored.
@@ -232,12 +229,12 @@ class Missing:
                 f"and distinct, with a record of {layout.record_words} words for each"
             )
         self._memory.back_rows(one.owner, rows)
-        return self._store_rows(one.owner, rows, records)
+        self._store_rows(one.owner, rows, records)
 
-    def _store_rows(self, owner: int, ids: Ids, records: Words) -> int:
+    def _store_rows(self, owner: int, ids: Ids, records: Words) -> None:
         bits = self._rows.get(owner)
         if bits is None:
-            return 0
+            return
         unset = ~bits.present.has(ids)
         if not unset.all():
             ids, records = ids[unset], records[unset]
@@ -247,18 +244,14 @@ class Missing:
         if not bits.left:
             del self._rows[owner]
         self._bytes_left -= records.nbytes
-        return records.nbytes
 
-    def store_span_(self, block: int, start: int, words: Words) -> int:
+    def store_span_(self, block: int, start: int, words: Words) -> None:
         """Stores the rows of a data block that are not there, and says that they are.
 
         Args:
             block: number of the data block, 0..k-1.
             start: first word, counted from the block's start.
             words: uint64 [m]; read. Rows at its ends that it has a part of are left out.
-
-        Returns:
-            Bytes that were stored.
 
         Raises:
             KernelError: the block has no such words; nothing was stored.
@@ -272,7 +265,6 @@ class Missing:
                 f"store_span_: data block {block} has no words {start}..{start + len(words) - 1}; its number "
                 f"has to be below {len(bounds) - 1}, and the words have to be in it"
             )
-        stored = 0
         for owner in list(self._rows):
             layout, base = self._space.named[owner].table.layout, self._space.bases[owner]
             width = layout.record_words
@@ -282,19 +274,15 @@ class Missing:
                 records = words[base + first * width - low : base + end * width - low]
                 ids = np.arange(first, end)
                 self._memory.back_rows(owner, ids[:1], len(ids))
-                stored += self._store_rows(owner, ids, records.reshape(end - first, width))
-        return stored
+                self._store_rows(owner, ids, records.reshape(end - first, width))
 
-    def store_parity_(self, stripe_class: int, start: int, words: Words) -> int:
+    def store_parity_(self, stripe_class: int, start: int, words: Words) -> None:
         """Stores a chunk of parity if it is not there, and says that it is.
 
         Args:
             stripe_class: a class of which this rank keeps parity.
             start: first word of the chunk, counted from the block's start.
             words: uint64, the chunk; read.
-
-        Returns:
-            Bytes that were stored.
 
         Raises:
             KernelError: there is no such chunk; nothing was stored.
@@ -309,11 +297,10 @@ class Missing:
             )
         bits = self._chunks.get(stripe_class)
         if bits is None or bits.present.has(np.array([start // CHUNK_WORDS]))[0]:
-            return 0
+            return
         self._memory.back_parity(stripe_class, np.array([start]), size)
         block[start : start + size] = words
         bits.left -= bits.present.add_(start // CHUNK_WORDS)
         if not bits.left:
             del self._chunks[stripe_class]
         self._bytes_left -= words.nbytes
-        return words.nbytes

@@ -96,7 +96,7 @@ class InFlight:
         requests: together they ask for all of the words.
         runs: number of runs.
         width: words of each.
-        store: stores the words, uint64 [runs, width]; returns the bytes that it stored.
+        store: stores the words, uint64 [runs, width].
         prepared: of parity: how often this rank had prepared a transaction when it asked; None: rows.
         delay_ns: for how long its training had waited for a processor until then.
     """
@@ -104,7 +104,7 @@ class InFlight:
     requests: list[Pending]
     runs: int
     width: int
-    store: Callable[[Words], int]
+    store: Callable[[Words], None]
     prepared: int | None
     delay_ns: int
 
@@ -130,7 +130,7 @@ class Requester(Background):
             _poison(memory)
         self._memory, self._activity = memory, activity
         self._missing = Missing(memory)
-        self._began_s, self._ended_s, self._stored_bytes = time.monotonic(), 0.0, 0
+        self._began_s, self._lost_bytes = time.monotonic(), self._missing.bytes_left
         self._waited_s, self._waited_by_table_s = 0.0, defaultdict[str, float](float)
         # The thread's that asks:
         self._holders = Holders(memory, requests, plan)
@@ -143,7 +143,8 @@ class Requester(Background):
         self._demanded_rows = Counter[int]()
         self._prepared, self._is_paused, self._waits_for_resume = 0, False, False
         self._parity_in_flight = self._late_in_a_row = 0
-        self._is_closing = self._has_ended = self._is_whole = False
+        self._is_closing = self._is_whole = False
+        self._ended_s: float | None = None
         self._error: BaseException | None = None
 
     # --- the thread that trains ---
@@ -208,7 +209,7 @@ class Requester(Background):
             while (
                 self._late_in_a_row >= _MOST_LATE
                 and self._parity_in_flight
-                and not (self._waits_for_resume or self._has_ended)
+                and not (self._waits_for_resume or self._ended_s)
             ):
                 self._changed.wait()
             if self._error is not None:
@@ -227,7 +228,7 @@ class Requester(Background):
         return {
             "rows_left": self._missing.rows_left(),
             "bytes_left": self._missing.bytes_left,
-            "bytes_per_s": self._stored_bytes / max(passed_s, 1e-9),
+            "bytes_per_s": (self._lost_bytes - self._missing.bytes_left) / max(passed_s, 1e-9),
             "waited_s": self._waited_s,
             "waited_by_table_s": dict(self._waited_by_table_s),
         }
@@ -244,7 +245,7 @@ class Requester(Background):
         began_s, left = time.monotonic(), self._missing.bytes_left
         with self._changed, self._activity.waiting():
             while not is_met():
-                if self._has_ended:
+                if self._ended_s:
                     raise self._error or PeerFailure(
                         f"rank {self._memory.rank} is closed before its rows are there: restart the job"
                     )
@@ -280,7 +281,6 @@ class Requester(Background):
             self._run_delay.close()
             with self._changed:
                 self._ended_s = time.monotonic()
-                self._has_ended = True
                 self._changed.notify_all()
 
     def _next_demand(self) -> Demand | None:
@@ -368,7 +368,7 @@ class Requester(Background):
         block: int,
         offsets: Ids,
         width: int,
-        store: Callable[[Words], int],
+        store: Callable[[Words], None],
         prepared: int | None = None,
     ) -> InFlight:
         """Asks for runs of words of a lost block, as of the last committed transaction."""
@@ -378,7 +378,7 @@ class Requester(Background):
     def _receive(self, asked: InFlight) -> bool:
         """Waits for words, and stores them; False if they are gone, or if parity has come too late."""
         words = self._holders.receive(asked)
-        is_parity, stored = asked.prepared is not None, 0
+        is_parity = asked.prepared is not None
         with self._changed:
             self._parity_in_flight -= is_parity
             self._changed.notify_all()
@@ -391,13 +391,12 @@ class Requester(Background):
                 if asked.prepared != self._prepared:
                     self._late_in_a_row += 1
                     return False
-                stored = asked.store(words)
+                asked.store(words)
                 self._late_in_a_row = 0
         if not is_parity:
-            stored = asked.store(words)  # a row may come at any moment, and `pause` waits for none
+            asked.store(words)  # a row may come at any moment, and `pause` waits for none
         self._memory.record_lacking(self._missing.bytes_left)
         with self._changed:
-            self._stored_bytes += stored
             self._changed.notify_all()
         return True
 
