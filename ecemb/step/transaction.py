@@ -618,8 +618,7 @@ class Between:
 
     def __init__(self, *, speaks: bool = True) -> None:
         self._level = logging.WARNING if speaks else logging.DEBUG
-        self._checks = 0
-        self._at_first: dict[str, str] = {}
+        self._at_first: Mapping[str, str] | None = None  # of the first check, until the second one
         self._known: set[str] = set()  # reported, or changed in front of each step
 
     def check(self, step: int, moved: Mapping[str, str]) -> None:
@@ -629,14 +628,13 @@ class Between:
             step: The step's number.
             moved: Each thing that changed since the last commit, or since `protect`; and how it changed.
         """
-        self._checks += 1
-        if self._checks == 1:
+        if self._at_first is None:
             self._at_first = dict(moved)
             return
-        if self._checks == 2:
-            self._known |= self._at_first.keys() & moved.keys()
-            for thing in self._at_first.keys() - moved.keys():
-                self._tell(thing, self._at_first[thing], "between ecemb.protect() and the first step")
+        self._known |= self._at_first.keys() & moved.keys()
+        for thing in self._at_first.keys() - moved.keys():
+            self._tell(thing, self._at_first[thing], "between ecemb.protect() and the first step")
+        self._at_first = {}
         for thing in moved.keys() - self._known:
             self._tell(thing, moved[thing], f"between steps {step - 1} and {step}")
 

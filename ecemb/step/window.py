@@ -171,7 +171,7 @@ class Window:
         self.size = size
         self._committing_s.clear()
         self._first_s = None
-        if self._is_auto and self._times is not None:
+        if self._times is not None:
             logger.log(
                 logging.INFO if self._speaks else logging.DEBUG,
                 "window: %d steps are committed together from now on (a commit takes %.1f ms, a step "
