@@ -54,12 +54,10 @@ class Demand:
     Attributes:
         table: by its index in `RowSpace.named`.
         ids: int64, distinct, ascending.
-        is_met: whether they are there.
     """
 
     table: int
     ids: Ids
-    is_met: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -164,7 +162,7 @@ class Requester(Background):
             self._demands.append(demand)
             self._demanded_rows[table] += len(lacking)
             self._changed.notify_all()
-        waited_s = self._wait(lambda: demand.is_met or self._is_whole)
+        waited_s = self._wait(lambda: demand not in self._demands or self._is_whole)
         self._waited_by_table_s[self._memory.space.named[table].table.layout.name] += waited_s
 
     def ensure_all(self, table: int | None = None) -> None:
@@ -309,7 +307,6 @@ class Requester(Background):
         if all(is_stored):
             with self._changed:
                 self._demands.remove(demand)
-                demand.is_met = True
                 self._changed.notify_all()
 
     def _stream(self) -> None:

@@ -286,7 +286,7 @@ def look_much_up(folder: Path, job: Job) -> None:
         worker.control.barrier("sockets are small")
         if worker.requester is not None:
             requester = worker.requester
-            asked = [requester._ask(0, np.arange(1 << 13) % 64, 4, lambda _: 0) for _ in range(2)]
+            asked = [requester._ask(0, np.arange(1 << 13) % 64, 4, lambda _: None) for _ in range(2)]
             assert [requester._holders.receive(one) is not None for one in asked] == [True, True]
             requester._holders.send_end()
         worker.close()
