@@ -2,15 +2,14 @@
 
 Owns the engine of all maps, and one `Remap` for each MCHManagedCollisionModule of this rank. A map and its
 history are two tables of records, which are captured before `profile` changes them: the entries that it
-appends to the history, and the whole map where it evicts. Counters of iterations are the rank's state. The
-rows that an eviction draws again belong to `torchrec`.
+appends to the history, and the whole map if it evicts. Counters of iterations are rank state. `torchrec`
+captures the rows of tables that an eviction initialises again.
 
 Owns one `HashedRemap` for each HashZchManagedCollisionModule: TorchRec's MPZCH, maps that probe slots by a
 hash of the raw id, in FBGEMM's operator. Its identities, scores and counts by slot are one table of records.
-Which slots a batch takes, the operator alone knows, and its result names all of them. So the tensors stay
-where they are, on a CUDA device as on the CPU, and the arena holds an image of them: slots are marked after
-the operator has changed the tensors, and journalled from the image, which is as it was before, when the
-transaction ends.
+Only the operator's result says which slots a batch has taken. So the tensors stay where they are, on a CUDA
+device as on the CPU, and the arena holds an image of them: slots are marked after the operator has changed
+the tensors, and when the transaction ends they are journalled from the image, which still has the old values.
 
 TorchRec calls these methods directly, so that no hook of a module sees the calls: the instances' methods are
 wrapped. Must not know: journals, parity, other ranks.
@@ -46,7 +45,7 @@ class Map(Unit):
         module: the module.
 
     Attributes:
-        tables: of its entries.
+        tables: the tables of its entries.
     """
 
     def __init__(self, path: str, module: Any) -> None:
@@ -60,7 +59,15 @@ class Map(Unit):
 
     @abstractmethod
     def watch(self, before: Callable[[], None], capture: Callable[[int, Ids], None]) -> list[Before]:
-        """Calls `before` before a batch in training, and `capture` with the engine's tables and entries."""
+        """Wraps the module's methods, so that they report the entries that a batch in training changes.
+
+        Args:
+            before: called before each batch in training.
+            capture: called with the engine's number of a table and entries of it, int64 [m].
+
+        Returns:
+            Handles, whose `remove()` ends the calls.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -68,7 +75,7 @@ class Map(Unit):
 
     @abstractmethod
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores them."""
+        """Restores the result of `state`."""
 
 
 class Remap(Map):
@@ -79,7 +86,8 @@ class Remap(Map):
         module: an MCHManagedCollisionModule.
 
     Raises:
-        UnsupportedTable: an unknown policy, or its history has no size yet.
+        UnsupportedTable: its eviction policy is unknown, its history has no size yet, or a buffer is not a
+            one-dimensional int64 tensor on the CPU.
     """
 
     def __init__(self, path: str, module: Any) -> None:
@@ -112,7 +120,7 @@ class Remap(Map):
             )
 
     def tensors(self, table: int) -> dict[str, torch.Tensor]:
-        """See `Unit.tensors`; of the map, or of the history."""
+        """See `Unit.tensors`; of the map (table 0), or of the history (1)."""
         return {name.lstrip("_"): getattr(self.module, name) for name in self._buffers[table]}
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
@@ -143,7 +151,7 @@ class Remap(Map):
         return [Before(self.module, "profile", profiled)]
 
     def changes(self, features: Mapping[str, Any]) -> Iterator[tuple[int, Ids]]:
-        """What the next `profile` changes: the map (0) or the history (1), and entries."""
+        """The entries that the next `profile` changes: (0, entries of the map) or (1, of the history)."""
         module = self.module
         first, size = module._current_history_buffer_offset, module._input_history_buffer_size
         count = sum(feature.values().numel() for feature in features.values())
@@ -161,7 +169,7 @@ class Remap(Map):
         return counters | {"_current_iter_tensor": self.module._current_iter_tensor.detach().clone()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores them; what was evicted has been drawn again by then."""
+        """Restores the counters. No eviction is pending: evicted rows were initialised before the commit."""
         for name in _COUNTERS:
             setattr(self.module, name, state[name])
         with torch.no_grad():
@@ -170,7 +178,7 @@ class Remap(Map):
 
 
 def parts_of(module: Any) -> dict[str, list[str]]:
-    """The buffers of a map, and of its history."""
+    """Names of the buffers of a map ("map"), and of its history ("history")."""
     return {
         "map": [
             "_mch_sorted_raw_ids",
@@ -182,7 +190,11 @@ def parts_of(module: Any) -> dict[str, list[str]]:
 
 
 def _named(module: Any, metadata: str, prefix: str) -> list[str]:
-    """The buffers that a policy asked for; each must be the module's own."""
+    """Names of the buffers in a policy's metadata.
+
+    Raises:
+        UnsupportedTable: the module has another tensor of that name.
+    """
     names = [prefix + name for name in own(module, metadata)]
     for name in names:
         if own(module, name) is not own(module, metadata)[name.removeprefix(prefix)]:
@@ -236,13 +248,13 @@ class Remaps(Engine[Map]):
         return {remap.path: remap.state() for remap in self._units}
 
     def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-        """Restores them, of maps whose paths are the same; others keep theirs."""
+        """Restores the counters of maps whose paths are in `state`; other maps keep theirs."""
         for remap in self._units:
             if (kept := state.get(remap.path)) is not None:
                 remap.set_state(kept)
 
     def _before_batch(self, remap: Map) -> None:
-        """Expects the changes of a batch in training; TorchRec writes even for one without ids."""
+        """Declares the changes of a batch in training; TorchRec writes even for a batch without ids."""
         if not self._hooks.is_open():
             raise UndeclaredWrite(
                 f"a lookup in training mode would change {remap.path} outside of a step: call "
@@ -258,7 +270,11 @@ class Remaps(Engine[Map]):
 
 
 def _remap(path: str, module: Any) -> Map:
-    """What protects a map, by the class of its module."""
+    """The `Map` of a module, by the module's class.
+
+    Raises:
+        UnsupportedTable: see `Remaps`.
+    """
     if (kind := type(module).__name__) not in REMAPPING:
         raise UnsupportedTable(
             f"{path} is a {kind}, which ecemb refuses: it may hold state that would be lost. It protects "
@@ -311,7 +327,7 @@ class HashedRemap(Map):
         return {name.lstrip("_"): getattr(self.module, name).detach() for name in self.kept}
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
-        """Keeps the tensors where they are; the image is the business of all tables outside the arena."""
+        """Keeps the tensors where they are; `discover.Tables` makes the image, as for all such tables."""
         self.keep()
         self.spans = list(self.tensors(0).values())
         return []
@@ -326,7 +342,7 @@ class HashedRemap(Map):
         )
 
     def watch(self, before: Callable[[], None], capture: Callable[[int, Ids], None]) -> list[Before]:
-        """See `Map.watch`: with the slots that a batch has taken, after it."""
+        """See `Map.watch`. `capture` gets the slots that a batch may have changed, after the batch."""
 
         def remapped(*_: Any, **__: Any) -> None:
             if self.module.training:
@@ -342,11 +358,11 @@ class HashedRemap(Map):
         ]
 
     def state(self) -> dict[str, Any]:
-        """Nothing: scores are by slot, and the clock is the machine's."""
+        """Empty: scores are stored by slot, and times are those of the machine's clock."""
         return {}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Drops slots that were taken by others in a step that is undone."""
+        """Drops the list of evicted slots, which a step that is undone may have left."""
         self.module._evicted_indices = []
 
 

@@ -5,13 +5,13 @@ and refuses those whose rows may change undeclared; `place` moves them into the 
 where they are, of which the arena holds images (`device_image`); from `watch` on, the engine reports through
 `Hooks` which rows are about to change and, while rows are on their way to a replacement rank, which are about
 to be read; `check` is called at the begin and the end of every step; `unwatch` ends the reports. A
-`LiveTable`, which only listens, leaves out `place` and `check`. What engines share is in `Engine`, and for
-the tensors that each of them checks together in `Unit`; a new one writes the abstract methods of both.
+`LiveTable`, which only listens, leaves out `place` and `check`. `Engine` has the code that all engines share,
+and `Unit` that for tensors that are checked together; a new engine implements the abstract methods of both.
 
-`Places` are the places of protected tensors, and whether these are still there. torch moves memory under a
-tensor without a trace. `share_memory_()` swaps the memory of a storage, and all views of the storage move
-along, even a view that was kept for comparison. So an address is kept as a number, and the address of host
-memory is taken from the arena's mapping, never from a tensor.
+`Places` keeps the addresses of protected tensors, and checks that the tensors are still there. torch may
+replace a tensor's memory without any sign. `share_memory_()` swaps the memory of a storage, and all views of
+the storage move along, even a view that was kept for comparison. So an address is kept as a number, and the
+address of host memory is taken from the arena's mapping, never from a tensor.
 
 Must not know: journals, parity, other ranks.
 """
@@ -41,9 +41,9 @@ _CHUNK_BYTES = 16 << 20
 def all_rows(layout: TableLayout) -> Iterator[Ids]:
     """The numbers of all rows of a table, for capture: int64, in chunks of at most 16 MiB of records.
 
-    There is one at least: a write of a table is declared on the ranks that have no rows of it as well. So a
-    write of a whole table needs a chunk's memory, besides the journal's, which is the table once and 8 bytes
-    for each row.
+    Yields one chunk at least, empty for a table without rows: a write is declared on ranks without rows as
+    well. So a write of a whole table needs memory for one chunk, and for the journal: the table once, and 8
+    bytes for each row.
     """
     step = max(1, _CHUNK_BYTES // (layout.record_words * WORD_BYTES))
     for first in range(0, max(layout.rows, 1), step):
@@ -61,13 +61,14 @@ class Hooks:
     Attributes:
         capture: called with a table's index and the rows (int64 [m], in any order, repeats allowed) about to
             change. The first table of a group reports the rows of the group, as `rows.joined` says.
-        mark: called instead by tables outside the arena, which needn't wait for their device: the rows are a
-            tensor there, int64 [m], numbered from this table on through the next ones of its group.
+        mark: called in place of `capture` by tables outside the arena, so that the host needn't wait for
+            their device: the rows are int64 [m] on that device, numbered from the table's first row on
+            through the next tables of its group.
         is_open: whether a step is open.
         on_undeclared: called after an undeclared write is found, before UndeclaredWrite is raised.
         protects: whether undeclared changes are refused; else rows are only reported.
-        ensure: returns when rows that are about to be read are there; called like `capture`. None when all
-            rows are there, from the begin or from any later moment on.
+        ensure: waits until rows that are about to be read have arrived; called like `capture`. None if all
+            rows are there; becomes None once they are.
         ensure_all: the same for all rows of a table.
     """
 
@@ -91,7 +92,7 @@ class Hooks:
 
 
 class Tied:
-    """A hook of a protected module that stays with it: copied or pickled with the module, it does nothing.
+    """A hook of a protected module; in a copy or a pickle of the module, an `Untied` replaces it.
 
     Args:
         hook: the function to call.
@@ -126,8 +127,8 @@ class EngineTable:
 
     Attributes:
         name: the table's key.
-        announces_lookups: whether `Hooks.ensure` gets the rows of each lookup before it reads them. Of other
-            tables all rows have to be there before the first step.
+        announces_lookups: whether `Hooks.ensure` gets the rows of each lookup before the lookup reads them.
+            Other tables need all their rows before the first step.
     """
 
     def __init__(self, layout: TableLayout, *, is_off_arena: bool = False) -> None:
@@ -136,7 +137,7 @@ class EngineTable:
 
     @property
     def sees_all_changes(self) -> bool:
-        """Whether the engine learns of every change of its rows."""
+        """Whether the engine learns of every change of the table's rows."""
         return True
 
     def whole(self, world_size: int) -> tuple[int, int] | None:
@@ -173,7 +174,7 @@ class Form(NamedTuple):
     dtype: torch.dtype
 
     def holds(self, tensor: object) -> bool:
-        """Whether a tensor has this form; without values it has no address and strides."""
+        """Whether a tensor has this form; address and strides don't count for a tensor without elements."""
         return (
             isinstance(tensor, torch.Tensor)
             and tensor.shape == self.shape
@@ -183,7 +184,7 @@ class Form(NamedTuple):
 
 
 class Places:
-    """The required places and forms of some tensors, in order; empty at first."""
+    """The forms that a sequence of tensors must keep; empty at first."""
 
     def __init__(self) -> None:
         self._named: list[str] = []
@@ -191,12 +192,12 @@ class Places:
         self._addresses: list[int] = []
 
     def keep(self, what: str, tensor: torch.Tensor, memory: NDArray[Any] | None = None) -> None:
-        """Adds a tensor's place.
+        """Adds a tensor's form.
 
         Args:
             what: names the tensor and its table, for messages.
-            tensor: the training's own, placed.
-            memory: the arena's memory for it; None for its present place, as for a tensor on a device.
+            tensor: the tensor that training uses, after `Unit.place`.
+            memory: the arena's memory for it; None to keep its present address, as for a tensor on a device.
         """
         address = _address(tensor) if memory is None else int(memory.ctypes.data)
         self._named.append(what)
@@ -204,12 +205,12 @@ class Places:
         self._addresses.append(address)
 
     def check(self, tensors: Sequence[object]) -> None:
-        """Raises UndeclaredWrite unless each tensor is in its place, in the order of `keep`."""
-        if list(map(_form, tensors)) != self._forms:  # in each step, of each table
+        """Raises UndeclaredWrite unless each tensor, in the order of `keep`, still has its form."""
+        if list(map(_form, tensors)) != self._forms:  # fast, as each step does it for each table
             self._find(tensors)
 
     def check_addresses(self, tensors: Sequence[object]) -> None:
-        """The same without forms, in a third of the time: for tensors that only show what others train."""
+        """Like `check` by addresses alone, in a third of the time: for views of tensors in training."""
         if list(map(_address, tensors)) != self._addresses:
             self._find(tensors)
 
@@ -222,7 +223,7 @@ class Places:
 def _form(tensor: Any) -> tuple[Any, ...] | None:
     try:
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-    except (AttributeError, RuntimeError):  # `Form.holds` looks closer
+    except (AttributeError, RuntimeError):  # equals no form, so that `Form.holds` decides
         return None
 
 
@@ -268,11 +269,11 @@ def _is_shared(tensor: torch.Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A storage that a buffer has left; kept alive, so that no other storage gets its address meanwhile.
+    """The move of a buffer to the arena. Keeps the old storage alive, so that no other gets its address.
 
     Attributes:
-        left: the storage.
-        span: the arena's tensor, one-dimensional, in its place.
+        left: the old storage.
+        span: the arena's tensor that replaces it, one-dimensional.
     """
 
     left: torch.UntypedStorage
@@ -280,10 +281,10 @@ class Move:
 
 
 def repoint(moves: Sequence[Move]) -> None:
-    """Points every tensor of this process in an abandoned storage to the arena instead.
+    """Repoints every tensor of this process that views an abandoned storage to the arena.
 
-    There are views in many places: the local shards of state_dict(), the states of fused optimizers, the
-    parameters that the model shows. The user may have taken more of them. The garbage collector knows all.
+    Such views are in many places: the local shards of state_dict(), the states of fused optimizers, the
+    parameters of the model, and variables of the script. The garbage collector lists them all.
     """
     if not moves:
         return
@@ -305,14 +306,15 @@ class Unit(ABC):
     """Tensors that are written and checked together: those of a table, of a batch of tables, or of a map.
 
     Args:
-        what: names them, for messages.
-        writer: what writes them declared, for messages.
-        touch: the arguments of `guard.touch` that declare another write, for messages.
+        what: names the tensors, for messages.
+        writer: names the only writer whose changes need no `guard.touch`, for messages.
+        touch: the arguments of `guard.touch` that declare any other write, for messages.
 
     Attributes:
         kept: names of the tensors, in order.
-        base: the engine's number of the first of their tables.
-        spans: the tensors under those that were moved: the arena's, or their own outside of it.
+        base: the engine's number of the first table of the unit.
+        spans: for `check_views`, the tensors that own the memory after `place`: the arena's, or for a unit
+            outside of it the tensors themselves.
     """
 
     def __init__(self, what: str, writer: str, touch: str) -> None:
@@ -329,10 +331,10 @@ class Unit(ABC):
 
     @abstractmethod
     def place(self, stored: Sequence[Table], *, fresh: bool) -> list[Move]:
-        """Moves the tensors into the arena, and keeps their places; see `Engine.place`.
+        """Moves the tensors into the arena, and keeps their addresses; see `Engine.place`.
 
         Returns:
-            The storages that were left, if other tensors may be views of them.
+            The moves after which other tensors may still view the old storage.
         """
 
     @abstractmethod
@@ -340,14 +342,23 @@ class Unit(ABC):
         """The tensors that training uses now, in the order of `kept`."""
 
     def keep(self, memory: Sequence[NDArray[Any]] = ()) -> None:
-        """Keeps the places of the tensors: the arena's memory of each, or their present ones."""
+        """Keeps the forms of the tensors, with the arena's memory of each, or their present addresses."""
         self._places = Places()
         places = memory or [None] * len(self.kept)
         for name, tensor, here in zip(self.kept, self.trained(), places, strict=True):
             self._places.keep(f"{name} of {self.what}", tensor, here)
 
     def move(self, tensor: torch.Tensor, memory: NDArray[np.uint8], *, fresh: bool) -> list[Move]:
-        """Moves a one-dimensional tensor to the arena's memory of it; returns the storage that it leaves."""
+        """Moves a one-dimensional tensor to the arena's memory (uint8 [bytes]).
+
+        Args:
+            tensor: the tensor; its storage is replaced.
+            memory: the memory; holds the values already unless `fresh`.
+            fresh: whether to copy the tensor's values there first.
+
+        Returns:
+            The move; none for a tensor without elements.
+        """
         span = torch.from_numpy(memory).view(tensor.dtype)
         self.spans.append(span)
         if not tensor.numel():
@@ -395,8 +406,8 @@ class Engine(ABC, Generic[_Unit]):
         tables: its tables; tables of one group are neighbours.
         stepped: the parameters that change in an optimizer's `step()`, by the tables' names.
         left_out: modules whose buffers belong to the engine, and not to replicated state.
-        averaged: the wrappers that average the gradients of replicated tables, not among the model's
-            `modules()`.
+        averaged: the DistributedDataParallel wrappers of replicated tables, which the model's `modules()`
+            doesn't list.
     """
 
     name: str
@@ -439,7 +450,7 @@ class Engine(ABC, Generic[_Unit]):
         edges = [*(unit.base for unit in self._units), len(stored)]
         parts = [stored[a:b] for a, b in itertools.pairwise(edges)]
         units = zip(self._units, parts, strict=True)
-        # No name for the moves: with them goes the memory in which the tables were built.
+        # The moves get no name, so that the memory in which the tables were built is freed with the list.
         repoint([move for unit, part in units for move in unit.place(part, fresh=fresh)])
         for unit in self._units:
             unit.check_views()
@@ -460,7 +471,10 @@ class Engine(ABC, Generic[_Unit]):
         self._handles.clear()
 
     def touch(self, index: int, ids: Ids) -> None:
-        """Captures rows of a table that are about to be written by hand, on some ranks even without rows."""
+        """Captures rows of a table (int64 [m], m may be 0) that are about to be written by hand.
+
+        Without rows too, the table's tensors may then be written until the next `check`.
+        """
         if (unit := self._unit_of[index]) not in self._touched:
             self._check(unit)
         if len(ids):
@@ -493,11 +507,11 @@ class Engine(ABC, Generic[_Unit]):
 
     @abstractmethod
     def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-        """Restores that state. Tables that it doesn't have, of another engine then, keep theirs.
+        """Restores the result of `state`. Tables that are not in it, as another engine had them, keep theirs.
 
         Args:
             state: the result of `state`.
-            renamed: key of a table -> its key in the state, unless that has its key now.
+            renamed: key of a table -> its key in `state`; for tables whose present key is not there.
 
         Raises:
             LayoutMismatch: the state doesn't fit.

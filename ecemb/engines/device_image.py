@@ -2,10 +2,10 @@
 
 Owns the copies between a table's tensors and its image, and the marks of rows that have changed since the
 image was brought up to date. A step marks rows on the device before it changes them, and reads nothing back.
-When the transaction ends, `Images.take` stages copies of them on the device, and the next steps may change
-them. The commit journals the image's rows, which still have the values from before, and `StagedRows.store`
-overwrites them. From then on the image serves like rows in host memory: deltas are taken from it, an undo
-writes to it, recovery rebuilds it; then it is copied back.
+When the transaction ends, `Images.take` stages copies of the marked rows on the device, and the next steps
+may change the rows. The commit journals the image's rows, which still have the values from before the
+transaction, and `StagedRows.store` overwrites them. From then on the image serves like rows in host memory:
+deltas are taken from it, an undo writes to it, recovery rebuilds it; then it is copied back.
 
 Invariant: between transactions, the image equals the tensors. A row of it changes only after it was
 journalled, and a row that the transaction has not changed is the same in both at any time.
@@ -32,9 +32,9 @@ from ..kernels.contract import Ids
 _CHUNK_BYTES = 16 << 20
 _BUFFERS = 2
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By an element's bytes; int64 for more. Rows are gathered by element: the wider, the faster."""
+"""Dtype by an element's bytes; int64 for more. Rows are gathered by element: wide elements are faster."""
 _STAGED_SHARE = 16
-"""Staged rows take at most a device's memory over this; else they are stored at once."""
+"""Staged rows take at most 1 / _STAGED_SHARE of a device's memory; more rows are stored without staging."""
 
 
 def is_off_arena(tensor: torch.Tensor) -> bool:
@@ -45,8 +45,8 @@ def is_off_arena(tensor: torch.Tensor) -> bool:
 def finish_all(device: torch.device) -> None:
     """Waits for all work of a device, on all its streams.
 
-    Rows may change on a stream that the current stream does not wait for; an image taken before would
-    agree with its parity on old rows. No stream is capturing a graph here: the step's body has ended.
+    Rows may change on a stream that the current stream does not wait for; without this wait, the image and
+    its parity would hold old rows. No stream is capturing a graph here: the step's body has ended.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -156,7 +156,7 @@ class Image:
             lane.end()
 
     def _pieces(self, rows: range) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of some rows' columns, in the image and in the tensors; uint8, one-dimensional."""
+        """The bytes of some rows' columns in parts: (image's, tensor's), uint8 [at most _CHUNK_BYTES]."""
         for column, whole in zip(self._stored.columns, self._rows, strict=True):
             own = whole[rows.start : rows.stop].view(-1).view(torch.uint8)
             if own.numel():
@@ -165,10 +165,10 @@ class Image:
 
 
 class Uploader:
-    """Copies images to their tensors in a separate thread, while recovery still rebuilds others.
+    """Copies images to their tensors in a separate thread, while recovery still rebuilds other rows.
 
-    It first waits for work that the main thread has begun, such as the tensors' initialisation. Leaving the
-    block cancels copies that have not begun.
+    The constructor waits for the devices' work so far, such as the tensors' initialisation. Leaving the block
+    cancels copies that have not begun.
 
     Args:
         images: by their tables' numbers in the row space.
@@ -189,7 +189,10 @@ class Uploader:
         self._thread.shutdown(cancel_futures=True)
 
     def ready(self, start: int, stop: int) -> None:
-        """Words start..stop-1 of the row space are final; of a block, reported from its start on."""
+        """Submits copies of the rows that words start..stop-1 of the row space complete; these are final.
+
+        Words of one block are reported in ascending order, from its start on.
+        """
         for index, rows in self._space.completed(start, stop) if self._images else ():
             if (image := self._images.get(index)) is not None:
                 self._begun.append(self._thread.submit(image.put, rows))
@@ -212,7 +215,7 @@ class _Lane:
         self._device = device
         self._done = torch.cuda.Event() if device.type == "cuda" else None
         self._buffer = _staging(size, device)
-        self._to: torch.Tensor | None = None  # destination of the device's bytes in the buffer
+        self._to: torch.Tensor | None = None  # where `end` copies the buffer's bytes
 
     def send(self, held: torch.Tensor, own: torch.Tensor) -> None:
         """Copies host memory to the device."""
@@ -245,8 +248,8 @@ class _Lane:
 class Images:
     """All images of a rank, and which rows of their tables have changed since they were brought up to date.
 
-    Marks take a byte of the device's memory for each row, and staged rows, until they are stored,
-    as much as they have.
+    Marks take one byte of the device's memory for each row; staged rows take the bytes of their records there
+    until they are stored.
 
     Args:
         images: by their tables' numbers in the row space.
@@ -275,10 +278,10 @@ class Images:
         return self._images
 
     def mark(self, table: int, rows: torch.Tensor) -> None:
-        """Marks rows that are about to change. On a CUDA device nothing waits for it.
+        """Marks rows that are about to change. The host doesn't wait for a CUDA device.
 
         Args:
-            table: the table; the rows of one group's tables are numbered through, from the first one's on.
+            table: the table's number; row numbers may continue through the next tables of its group.
             rows: int64 [m], in any order, repeats allowed, on the table's device or on the CPU.
         """
         self._of[table].mark(table, rows)
@@ -286,7 +289,7 @@ class Images:
     def take(self) -> StagedRows:
         """Stages marked rows, as they are when all work on their devices is done, and clears marks.
 
-        Once in a transaction; those before are decided.
+        Called once in a transaction, after earlier transactions are committed or undone.
         """
         self._is_taking = True
         staged = StagedRows([(marks, marks.take()) for marks in self._marks])
@@ -295,18 +298,18 @@ class Images:
         return staged
 
     def take_back(self) -> None:
-        """Copies the rows that `take` found last, which were undone, from their images to the tensors."""
+        """Copies the rows of the last `take`, whose transaction was undone, from images to the tensors."""
         for image, ids in self._taken:
             image.put_rows(ids)
 
     def put_back(self) -> None:
         """Copies all rows that may differ from their images to the tensors, after an undo, and clears marks.
 
-        They are those that are marked, and those that were taken last. They are few: a copy
-        of all rows would keep the error of a step for as long as a device's memory takes.
+        These are the marked rows and those of the last `take`; all rows if `take` was interrupted. A copy of
+        all rows after each undo would delay the step's error by the time that a device's whole memory takes.
 
         Raises:
-            Exception: of the first device that failed; the others have their rows.
+            Exception: the first device's that failed; the rows of other devices were copied.
         """
         failed: list[Exception] = []
         for image in self._images.values() if self._is_taking else ():
@@ -320,14 +323,14 @@ class Images:
 
 
 class StagedRows:
-    """Changed rows of one transaction, by device, until they are in the arena. Its commit holds them."""
+    """Changed rows of one transaction, by device, which its commit holds until they are in the arena."""
 
     def __init__(self, pieces: list[tuple[_Marks, list[_Piece]]]) -> None:
         self.pieces = pieces
 
     @property
     def is_held(self) -> bool:
-        """Whether rows may change before `store`. They may not if there were too many to be staged."""
+        """Whether training may change the rows before `store`: not if they were too many to be staged."""
         return all(piece.records is not None for _, of_device in self.pieces for piece in of_device)
 
     @property
@@ -340,12 +343,12 @@ class StagedRows:
         )
 
     def store(self, capture: Callable[[int, Ids], None]) -> None:
-        """Brings the rows to their images; after those of the transaction before, in any thread.
+        """Stores the rows in their images. In any thread, after `store` of the transaction before.
 
         Args:
             capture: called with a table and rows of it (int64 [m], each once), before they are overwritten.
         """
-        while self.pieces:  # the device's memory is free again as soon as they are stored
+        while self.pieces:  # each device's staged rows are freed as soon as they are stored
             marks, pieces = self.pieces.pop()
             marks.store(pieces, capture)
 
@@ -362,7 +365,7 @@ class _Marks:
         self._device, self._images = device, images
         edges = list(itertools.accumulate((image.rows for image in images.values()), initial=0))
         self.first: dict[int, int] = dict(zip(images, edges, strict=False))
-        # One more: a row of a table without rows, which a group's numbering may name, is its end.
+        # One more flag than rows: `Features.there` may give the row behind a last table without rows.
         self._flags = torch.zeros(edges[-1] + 1, dtype=torch.uint8, device=device)
         self._edges = np.array(edges, np.int64)
         self._most_bytes = math.inf
@@ -410,7 +413,7 @@ class _Marks:
 
     @torch.no_grad()
     def _held(self, pieces: list[_Piece]) -> list[_Piece]:
-        """The same with copies of their records on the device; as they are if there isn't room for all."""
+        """The pieces with copies of their records on the device; unchanged if there isn't room for all."""
         if sum(len(piece.ids) * piece.image.record_bytes for piece in pieces) > self._most_bytes:
             return pieces
         try:
@@ -419,7 +422,7 @@ class _Marks:
             return pieces
 
     def _beside(self) -> AbstractContextManager[object]:
-        """On a stream of its own: the training's may have steps in it. Other threads begin on device 0."""
+        """Selects the device, as threads begin on device 0, and a stream without the training's work."""
         beside = ExitStack()
         if self._stream is not None:
             beside.enter_context(torch.cuda.device(self._device))
@@ -448,7 +451,7 @@ def _attempt(failed: list[Exception], act: Callable[[], object]) -> None:
     """Calls `act`, and adds its error to `failed`."""
     try:
         act()
-    except Exception as error:  # noqa: BLE001 - what can be put back elsewhere is put back
+    except Exception as error:  # noqa: BLE001 - other devices' rows are still copied
         failed.append(error)
 
 
@@ -468,14 +471,14 @@ class _Piece(NamedTuple):
     records: torch.Tensor | None
 
     def read(self, some: range) -> torch.Tensor:
-        """The records of some of them."""
+        """The records of some of the rows, uint8 [len(some), record_bytes]."""
         if self.records is None:
             return self.image.records(self.rows[some.start : some.stop])
         return self.records[some.start : some.stop]
 
 
 def _batches(pieces: Sequence[_Piece]) -> Iterator[list[tuple[_Piece, range]]]:
-    """All rows in batches of at most `_CHUNK_BYTES` of records, at least one each: a window may have many."""
+    """All rows in batches of at most `_CHUNK_BYTES` of records, at least one row each."""
     batch: list[tuple[_Piece, range]] = []
     room = _CHUNK_BYTES
     for piece in pieces:
@@ -492,5 +495,5 @@ def _batches(pieces: Sequence[_Piece]) -> Iterator[list[tuple[_Piece, range]]]:
 
 
 def _staging(size: int, device: torch.device) -> torch.Tensor:
-    """uint8 [size] of host memory, which a CUDA device can access."""
+    """uint8 [size] of host memory, pinned for a CUDA device."""
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")

@@ -1,6 +1,6 @@
 """All protected tables of this rank, of all engines; and their public view, `ecemb.tables`.
 
-Owns their order, which is that of the row space: engine by engine. The rest is the engines' work.
+Owns the order of the tables, which is that of the row space: engine by engine. The rest is the engines' work.
 
 `LiveTable` is a thin layer over them: live tensors, and reports of rows about to change. Listeners get the
 rows that a guard would capture, from the same hooks.
@@ -117,7 +117,7 @@ def find(
     sparse = SparseTables(modules, leaves)
     seen = announced(model, modules)
     for table in sparse.tables:
-        # Rows that arrive later would reach the image of a table, and not the table.
+        # Rows that are rebuilt in the background reach a table's image only, not its tensors on a device.
         table.announces_lookups = table.name in seen and not table.is_off_arena
     engines: list[Engine[Any]] = [sparse]
     check_memory(model, modules)
@@ -141,7 +141,7 @@ class Tables:
 
     Args:
         engines: in the order of the row space.
-        optimizers: whose `state_dict()` shows tables.
+        optimizers: optimizers whose `state_dict()` reads tables.
 
     Raises:
         ConfigurationError: two tables have one name.
@@ -162,7 +162,7 @@ class Tables:
                 f"tables need distinct names; {twice} stand for several: rename in tables="
             )
         self._hooks: Hooks | None = None
-        self._of_engines: list[Hooks] = []  # with each engine's numbers of tables
+        self._of_engines: list[Hooks] = []  # each engine's, which take its own numbers of tables
         self._handles: list[Before] = []
         self._named = joined_to([table.layout for table in self.tables])
         self._listeners: list[Listener] = []
@@ -175,7 +175,7 @@ class Tables:
 
     @property
     def unannounced(self) -> list[int]:
-        """The tables of which `Hooks.ensure` doesn't get the rows of lookups before these read them."""
+        """Numbers of the tables whose lookups read rows without a call of `Hooks.ensure`."""
         return [index for index, table in enumerate(self.tables) if not table.announces_lookups]
 
     @property
@@ -201,7 +201,7 @@ class Tables:
 
     @property
     def averaged(self) -> list[nn.parallel.DistributedDataParallel]:
-        """The wrappers that average the gradients of replicated tables, not among the model's `modules()`."""
+        """See `Engine.averaged`."""
         return [module for engine in self._engines for module in engine.averaged]
 
     def alike(self) -> list[Any]:
@@ -233,7 +233,7 @@ class Tables:
         """Raises UndeclaredWrite if rows of tables outside of the arena differ from their images.
 
         Args:
-            rows: by table.
+            rows: pairs of a table's number and rows of it.
         """
         for index, some in rows:
             image = self.images.all().get(index)
@@ -252,10 +252,12 @@ class Tables:
         self.mark_clean()
 
     def put_back(self) -> None:
-        """Copies what may differ from the arena, after an undo, to tables outside of it, and marks all clean.
+        """After an undo, restores tables outside of the arena from their images, and marks all tables clean.
+
+        Copies the rows that may differ; see `Images.put_back`.
 
         Raises:
-            Exception: a device failed; other devices have their rows.
+            Exception: a copy to a device failed; the rows of other devices were copied.
         """
         self.images.put_back()
         self.mark_clean()
@@ -279,7 +281,7 @@ class Tables:
         """Reports rows that are about to change to a listener, with or without a guard.
 
         Returns:
-            A function that ends it; may be called twice.
+            A function that ends the reports; may be called twice.
         """
 
         def end() -> None:
@@ -324,12 +326,12 @@ class Tables:
             self.wait_for_table(index)
 
     def all_are_there(self) -> None:
-        """Ends the calls of `Hooks.ensure` and `Hooks.ensure_all`; in any thread."""
+        """Ends the calls of `Hooks.ensure` and `Hooks.ensure_all`. May be called in any thread."""
         for hooks in filter(None, [*self._of_engines, self._hooks]):
             hooks.ensure = hooks.ensure_all = None
 
     def _capture(self, base: int, index: int, ids: Ids) -> None:
-        """Captures rows of an engine's table, the first of which is table `base`, before they change."""
+        """Captures rows of table `index` of the engine whose first table is `base`, before they change."""
         if base + index in self.images:
             self._mark_changed(base, index, torch.from_numpy(ids))
             return
@@ -338,7 +340,7 @@ class Tables:
         self._tell(base + index, ids)
 
     def _mark_changed(self, base: int, index: int, rows: torch.Tensor) -> None:
-        """Marks rows of an engine's table outside the arena, before they change."""
+        """Marks rows of such a table outside the arena, before they change."""
         if self._hooks is not None:
             self.images.mark(base + index, rows)
         if self._listeners:
@@ -400,11 +402,11 @@ class Tables:
         return {engine.name: engine.state() for engine in self._engines}
 
     def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
-        """Restores that state. Tables of another engine then (in a checkpoint) keep what the script gave.
+        """Restores the result of `state`. Tables that another engine had (in a checkpoint) keep the script's.
 
         Args:
             state: the result of `state`.
-            renamed: key of a table -> its key in the state, unless that has its key now.
+            renamed: key of a table -> its key in `state`; for tables whose present key is not there.
 
         Raises:
             LayoutMismatch: an engine's state doesn't fit.

@@ -5,9 +5,9 @@ weights and one of optimizer state, and changes rows inside backward, without a 
 buffers into the arena, and reports the rows of a lookup.
 
 Owns the rule of each optimizer that ecemb protects: the state that it keeps with a table's rows, and what
-else its updates depend on. They change only rows that a step looks up, but for those that overwrite all rows
-in some lookups, and say in which. `Features` are the rows that a lookup reads, by its arguments: as the host
-sees them, or on the device.
+else its updates depend on. These optimizers change only rows that a step looks up; for those that overwrite
+all rows in some lookups, the rule says in which. `Features` computes the rows that a lookup reads from its
+arguments, on the host or on the device.
 
 Nothing here imports fbgemm_gpu: the code that built the model did. Private attributes of FBGEMM are checked
 when a batch is made.
@@ -66,11 +66,11 @@ class FusedTable(EngineTable):
         self.first_row, self.rows, self.in_groups = first_row, rows, False
 
     def whole(self, world_size: int) -> tuple[int, int] | None:
-        """See `EngineTable.whole`. Each group of ranks has other rows until the next average."""
+        """See `EngineTable.whole`. None for a table in several groups of ranks, whose rows differ."""
         return None if self.in_groups else (self.first_row, self.rows)
 
     def alike(self) -> tuple[list[int], dict[str, Any]]:
-        """See `EngineTable.alike`. The plan says which ranks have a shard."""
+        """See `EngineTable.alike`. No rank must have the table: TorchRec's plan says which have a shard."""
         columns = [[column.name, column.dtype, column.row_bytes] for column in self.layout.columns]
         return [], {"num_embeddings": self.rows, "name, type and bytes of a row's parts": columns}
 
@@ -84,7 +84,7 @@ class Batch(Unit):
         number: among the batches of this path.
 
     Raises:
-        UnsupportedTable, UnsupportedOptimizer: see `find`.
+        UnsupportedTable, UnsupportedOptimizer: see `torchrec.find`.
     """
 
     def __init__(self, path: str, kernel: Any, number: int) -> None:
@@ -114,7 +114,10 @@ class Batch(Unit):
         self._joined = joined([table.layout for table in self.tables])[0].rows == self._first[-1]
 
     def _check_empty(self, where: str) -> None:
-        """Refuses a table without rows before one of another width: on CPUs, FBGEMM takes them for one."""
+        """Raises UnsupportedTable if a table without rows precedes one of another width, which is on the CPU.
+
+        FBGEMM takes the two for one table there.
+        """
         behind: Any = None
         for config in reversed(self.configs if where == "host" else []):
             if config.local_rows:
@@ -218,10 +221,15 @@ class Batch(Unit):
             hooks.wait_for_table(self.base + table)
 
     def named(self, numbers: Ids) -> Iterator[tuple[int, Ids]]:
-        """Rows in the form for capture, by table of this batch (see `rows.joined`).
+        """Splits rows of the batch by table, as `Hooks.capture` takes them.
+
+        If the batch's tables are joined (see `rows.joined`), all rows are the first table's.
 
         Args:
             numbers: int64 [m], in any order: rows of the batch, its tables' rows one after another.
+
+        Yields:
+            A table's index in the batch, and rows of it.
         """
         if self._joined:
             yield 0, numbers
@@ -237,7 +245,7 @@ class Batch(Unit):
         return ids + self._first[table]
 
     def trained(self) -> list[Any]:
-        """See `Unit.trained`. FBGEMM's own updates don't change versions."""
+        """See `Unit.trained`. FBGEMM's own updates don't change the tensors' versions."""
         return [held(self.module, name) for name in self.kept]
 
     def check_storage(self) -> None:
@@ -273,10 +281,11 @@ class Batch(Unit):
         }
 
     def set_state(self, kept: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-        """Restores them.
+        """Restores the result of `state`.
 
         Args:
-            kept: base name of a table -> state of the batch that it was in. Without one, the script's stays.
+            kept: base name of a table -> state of the batch that it was in. If it has none of this batch's
+                tables, the script's values stay.
             renamed: see `Engine.set_state`.
         """
         names = self.names.split("\n")
@@ -340,8 +349,10 @@ class Rule:
         states: the states of a row, in the order of `split_optimizer_states()`.
         by_row: those with one value for a row; the others have one for each value of the row.
         counts: whether updates depend on the number of lookups so far, training or not.
-        mode: FBGEMM's options of the lookups that overwrite all rows; "" if none does.
-        every: the options among these that say after how many lookups.
+        mode: the attribute of FBGEMM's module with the options of lookups that overwrite all rows; "" if no
+            lookup does.
+        every: those of these options that are periods: a lookup whose number is a multiple of one of them
+            overwrites all rows.
     """
 
     states: tuple[str, ...] = ()
@@ -359,7 +370,7 @@ class Rule:
 
     @property
     def why_in_steps(self) -> str:
-        """Why its lookups belong into steps, if it counts them."""
+        """For messages, why lookups have to be inside steps, if the optimizer counts them."""
         return "averages all rows in some of them" if self.mode else "updates rows by their number"
 
 
@@ -377,7 +388,7 @@ RULES: dict[str, Rule] = {
     "LAMB": Rule(_BOTH, counts=True),
     "PARTIAL_ROWWISE_LAMB": Rule(_BOTH, by_row=("momentum2",), counts=True),
 }
-"""By names of `EmbOptimType`."""
+"""The rules by the optimizers' names in `EmbOptimType`."""
 
 
 def rule_of(what: str, kind: str, module: Any) -> Rule:
@@ -422,16 +433,16 @@ class Features:
 
     def __init__(self, what: str, rows: Ids, first: Ids) -> None:
         self._what, self._rows, self._first = what, rows, first
-        self._there: tuple[torch.Tensor, torch.Tensor] | None = None  # both where lookups are
+        self._there: tuple[torch.Tensor, torch.Tensor] | None = None  # both on the device of lookups
         self._all_have_rows = bool(rows.all())
-        self._beyond: torch.Tensor | None = None  # bool (), where lookups are
+        self._beyond: torch.Tensor | None = None  # bool [], on the device of lookups
 
     def clear_beyond(self) -> None:
-        """Forgets the ids that `has_beyond` tells of."""
+        """Clears the record of ids that `has_beyond` reads."""
         self._beyond = None
 
     def has_beyond(self) -> bool:
-        """Whether `there` had an id of a table of which this rank has no rows. May wait for the device."""
+        """Whether `there` got an id of a table of which this rank has no rows. May wait for the device."""
         if self._beyond is not None and not self._beyond:
             self._beyond = None
         return self._beyond is not None
@@ -473,10 +484,11 @@ class Features:
         return numbers
 
     def there(self, indices: torch.Tensor, offsets: torch.Tensor, sizes: Any) -> torch.Tensor:
-        """The same where the lookup is, without a wait: those rows at least.
+        """Like `rows`, computed on the lookup's device without waiting for it: those rows, perhaps more.
 
         Ids behind the last bag, which aren't read, may also give rows. An id of a table of which this rank
-        has no rows gives the row behind it, and `has_beyond` tells of it: to refuse it here would be a wait.
+        has no rows gives the row behind that table, and is recorded for `has_beyond`: to raise an error here
+        would mean to wait for the device.
 
         Returns:
             int64 [L] on the device of `indices`.
@@ -485,7 +497,7 @@ class Features:
             edges = offsets[:: max(1, (len(offsets) - 1) // len(self._rows))]
         else:
             ends = np.cumsum([0, *(sum(of_feature) for of_feature in sizes)])
-            edges = offsets[torch.from_numpy(ends).to(offsets.device, non_blocking=True)]  # read at once
+            edges = offsets[torch.from_numpy(ends).to(offsets.device, non_blocking=True)]  # copied at once
         if self._there is None or self._there[0].device != indices.device:
             rows, first = (torch.from_numpy(one).to(indices.device) for one in (self._rows, self._first))
             self._there = rows, first

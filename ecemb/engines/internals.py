@@ -1,4 +1,4 @@
-"""Internals of TorchRec and FBGEMM: read with an error that names versions, and wrapped where no hook sees.
+"""Internals of TorchRec and FBGEMM: reads, whose errors name versions, and wrappers of methods without hooks.
 
 Nothing here imports these libraries. Must not know: tables, journals, other ranks.
 """
@@ -37,7 +37,7 @@ def own(thing: object, name: str) -> Any:
 
 
 def held(module: nn.Module, name: str, default: Any = None) -> Any:
-    """`getattr` of a module's tensor or part: each step asks, and `nn.Module.__getattr__` takes longer."""
+    """`getattr` of a module's tensor or submodule, faster than `nn.Module.__getattr__`, for each step."""
     attributes = vars(module)
     if name in attributes:
         return attributes[name]
@@ -69,7 +69,7 @@ def version(package: str) -> str:
 
 
 class Before:
-    """A method of an object with a call before it; a copy of the object gets the method without the call.
+    """Wraps a method of an object with a call before it; a copy of the object gets the method alone.
 
     Args:
         thing: the object, which gets this in place of its method.
@@ -83,7 +83,7 @@ class Before:
         setattr(thing, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls both."""
+        """Calls `call`, then the method; returns the method's result."""
         self._call(*args, **kwargs)
         return self._method(*args, **kwargs)
 
@@ -96,10 +96,10 @@ class Before:
 
 
 class After(Before):
-    """The same with the call after the method: it gets the method's result, and then the arguments."""
+    """Wraps a method with a call after it, which gets the method's result, and then its arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls both; returns the method's result."""
+        """Calls the method, then `call`; returns the method's result."""
         result = self._method(*args, **kwargs)
         self._call(result, *args, **kwargs)
         return result

@@ -16,16 +16,16 @@ COLLECTIONS: dict[str, str] = {
     "ShardedEmbeddingCollection": "embeddings",
     "ShardedFusedEmbeddingBagCollection": "embedding_bags",
 }
-"""Sharded modules with tables, and the attribute in which each shows them."""
+"""Sharded modules with tables -> the attribute with the tables' parameters."""
 
 EVICTING: tuple[str, ...] = (
     "ShardedManagedCollisionEmbeddingBagCollection",
     "ShardedManagedCollisionEmbeddingCollection",
 )
-"""Sharded modules around a collection and the maps of its ids; evictions draw rows again."""
+"""Sharded modules around a collection and the maps of its ids; an eviction initialises rows again."""
 
 AROUND: tuple[str, ...] = ("ShardedFeatureProcessedEmbeddingBagCollection", *EVICTING)
-"""Sharded modules around a collection, which is their child; the rest of them is dense, or a map."""
+"""Sharded modules with a collection as a child; their other parts are dense, or maps."""
 
 MAPS: tuple[str, ...] = ("ShardedManagedCollisionCollection",)
 """Sharded modules with maps from raw ids to rows."""
@@ -34,16 +34,16 @@ HASHED = "HashZchManagedCollisionModule"
 """The map that probes slots by a hash of the raw id."""
 
 REMAPPING: tuple[str, ...] = ("MCHManagedCollisionModule", HASHED)
-"""The maps."""
+"""The maps that are protected."""
 
 POLICIES: tuple[str, ...] = ("LFU_EvictionPolicy", "LRU_EvictionPolicy", "DistanceLFU_EvictionPolicy")
-"""What maps evict by."""
+"""Eviction policies of maps that are protected."""
 
 AVERAGING: tuple[str, ...] = ("DMPCollection",)
 """Kinds of DistributedModelParallel that hold tables in several groups of ranks, and average them."""
 
 KERNELS: tuple[str, ...] = ("BatchedFusedEmbedding", "BatchedFusedEmbeddingBag")
-"""TorchRec's modules around FBGEMM's, which have the compute kernel 'fused'."""
+"""TorchRec's modules of the compute kernel 'fused', each around a module of FBGEMM."""
 
 _PRUNED = "pruning moves rows outside of lookups, and its map of addresses is state that would be lost"
 _INFERENCE = "it is for inference, and trains nothing"

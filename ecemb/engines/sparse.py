@@ -4,16 +4,16 @@ Owns the link between an `nn.Embedding(Bag)`-like module, its optimizer's per-ro
 memory: moves the tensors, learns the rows that a step is about to change from the optimizer's pre-hook, and
 refuses or detects undeclared changes of rows.
 
-Owns the checks that modules and optimizers change only the rows that a sparse gradient names, and the calls
-before a module's lookups and before its `state_dict()`. These are made only while rows are on their way to a
-replacement rank (docs/protocol.md, 9.1). A read of the weight that passes the module by, such as
-`functional.embedding(ids, table.weight)`, is not seen.
+Owns the checks that modules and optimizers change only the rows that a sparse gradient names, and the hooks
+that wait for rows before a module's lookups and before its `state_dict()`. These hooks are registered only
+while rows are on their way to a replacement rank (docs/protocol.md, 9.1). They don't see a read of the weight
+that bypasses the module, such as `functional.embedding(ids, table.weight)`.
 
-Hooks next to an optimizer's update have no other hook of the optimizer between them and the update. What a
-hook before them writes, or one after them, is not the update's: it has to be declared. The optimizer calls
-hooks in the order in which they were registered; a hook of all optimizers, which runs before, moves these to
-their places in each step. It is registered once and never removed: torch walks through such hooks while they
-run, and garbage that is collected meanwhile must not change them.
+`StepHooks` run directly before and directly after an optimizer's update, without another hook of the
+optimizer in between: rows that other hooks write are not part of the update, and have to be declared. An
+optimizer calls its hooks in the order of registration; a global pre-hook, which torch calls before them,
+moves `StepHooks` next to the update in each step. The global hook is registered once and never removed: torch
+iterates over global hooks while they run, and a garbage collection meanwhile must not change them.
 
 Must not know: journals, parity, other ranks.
 """
@@ -49,8 +49,9 @@ class SparseTable(EngineTable, Unit):
 
     Args:
         name: the table's key.
-        module: has the weight, [rows, dim], on the CPU, a CUDA device, or the meta device (`check_module`).
-        optimizer: the optimizer of the weight; None without one.
+        module: the module with the table's weight, [rows, dim], on the CPU, a CUDA device, or the meta device
+            (`check_module`).
+        optimizer: the optimizer of the weight; None if it has none.
 
     Raises:
         UnsupportedOptimizer: the optimizer would change rows undeclared.
@@ -122,7 +123,11 @@ class SparseTable(EngineTable, Unit):
         return []
 
     def _begin_off_arena(self) -> None:
-        """Makes the state that the optimizer would make later, where the table stays."""
+        """Creates the optimizer's per-row state on the table's device, as its first step would do later.
+
+        Raises:
+            UnsupportedTable: a tensor of the table is not contiguous.
+        """
         for name, tensor in zip(self.kept, self.trained(), strict=True):
             if tensor is not None and not tensor.is_contiguous():
                 raise UnsupportedTable(
@@ -168,7 +173,10 @@ class SparseTable(EngineTable, Unit):
                 )
 
     def touched(self) -> torch.Tensor | None:
-        """The rows that the optimizer's step is about to change, int64 [m] on its device, with repeats.
+        """The rows that the optimizer's step is about to change, with repeats; None without a gradient.
+
+        Returns:
+            int64 [m] on the gradient's device.
 
         Raises:
             UndeclaredWrite: the gradient is dense.
@@ -197,7 +205,7 @@ class SparseTable(EngineTable, Unit):
         return {key: value for key, value in self._state().items() if key not in self.states}
 
     def set_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Restores that state; what it has not is removed."""
+        """Restores the result of `scalars`; scalars that are not in it are removed."""
         if self.optimizer is not None:
             state = self.optimizer.state[self.weight]
             for key in self.scalars().keys() - scalars.keys():
@@ -264,7 +272,7 @@ class SparseTables(Engine[SparseTable]):
                 self._handles += announce(table.module, table.base, hooks, lookups=table.announces_lookups)
 
     def scalars(self) -> dict[str, Any]:
-        """All tables' scalars, by table."""
+        """The result of `SparseTable.scalars` by the table's name."""
         return {table.name: table.scalars() for table in self._units}
 
     def state(self) -> dict[str, Any]:
@@ -283,7 +291,7 @@ class SparseTables(Engine[SparseTable]):
         return {"scalars": self.scalars(), "options": self.options()}
 
     def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-        """See `Engine.set_state`. Options come back if all tables were this engine's, and no others."""
+        """See `Engine.set_state`. Options are restored only if `state` has exactly this engine's tables."""
         kept = state["scalars"]
         then = {one.name: one.name if one.name in kept else renamed.get(one.name) for one in self._units}
         if set(then.values()) == set(kept):
@@ -297,10 +305,10 @@ class SparseTables(Engine[SparseTable]):
         return [[options(group) for group in optimizer.param_groups] for optimizer in self._alone]
 
     def set_options(self, kept: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Restores them.
+        """Restores the result of `options`.
 
         Raises:
-            LayoutMismatch: there are other optimizers or groups.
+            LayoutMismatch: the number of optimizers, or of groups in one of them, is another.
         """
         then, now = [len(groups) for groups in kept], [len(one.param_groups) for one in self._alone]
         if then != now:
@@ -334,7 +342,7 @@ class SparseTables(Engine[SparseTable]):
             if table not in self._touched:
                 self._check(table)
             rows = table.touched()
-            if rows is not None and is_off_arena(table.weight):  # of a LiveTable, it may have moved
+            if rows is not None and is_off_arena(table.weight):  # a LiveTable's weight may have moved
                 self._hooks.mark(table.base, rows)
             elif rows is not None and len(rows):
                 self._hooks.capture(table.base, np.ascontiguousarray(rows.numpy()))
@@ -413,7 +421,7 @@ def check_memory(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     named = [(f"table {name!r}", module.weight) for name, module in modules.items()]
     others = itertools.chain(model.named_parameters(), model.named_buffers())
     named += [(repr(name), tensor) for name, tensor in others if id(tensor) not in weights]
-    furthest = {True: (0, "", 0), False: (0, "", 0)}  # of tables and of other tensors: end, name, id
+    furthest = {True: (0, "", 0), False: (0, "", 0)}  # is it a table -> the highest end so far, name, id
     for start, end, name, tensor in sorted(_spans(named)):
         is_table = tensor in weights
         for kind in (True, False) if is_table else (True,):
@@ -428,7 +436,7 @@ def check_memory(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _spans(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[int, int, str, int]]:
-    """Each tensor's begin and end in memory, its name and its id; of those that have memory."""
+    """Begin and end address, name and id of each plain tensor that has elements in memory."""
     for name, tensor in named:
         if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() and not tensor.is_meta:
             sides = zip(tensor.shape, tensor.stride(), strict=True)
@@ -441,7 +449,7 @@ def states_of(name: str, optimizer: Optimizer) -> tuple[str, ...]:
     """The names of an optimizer's per-row state, in the order of a record's columns.
 
     Raises:
-        UnsupportedOptimizer: it may change rows that a sparse gradient doesn't name.
+        UnsupportedOptimizer: the optimizer may change rows that a sparse gradient doesn't name.
     """
     if type(optimizer) not in _STATES:
         known = ", ".join(kind.__name__ for kind in _STATES)
@@ -474,7 +482,7 @@ class StepHooks:
     """The last pre-hook and the first post-hook of an optimizer's step.
 
     Args:
-        optimizer: whose steps.
+        optimizer: the optimizer.
         before: as for `Optimizer.register_step_pre_hook`.
         after: as for `Optimizer.register_step_post_hook`.
     """
@@ -487,16 +495,16 @@ class StepHooks:
         _move_in_each_step()
 
     def remove(self) -> None:
-        """Removes them. May be called twice."""
+        """Removes both hooks. May be called twice."""
         _alive.discard(self)
         self._before.remove()
         self._after.remove()
 
     def move(self, optimizer: Optimizer) -> None:
-        """Moves the hooks to their places, if they are those of this optimizer.
+        """Moves the hooks next to the update, if they belong to this optimizer.
 
         Raises:
-            UsageError: they were removed.
+            UsageError: the hooks were removed from the optimizer.
         """
         if optimizer is not self._optimizer:
             return
@@ -515,7 +523,7 @@ _alive: weakref.WeakSet[StepHooks] = weakref.WeakSet()
 
 @functools.cache
 def _move_in_each_step() -> None:
-    """From here on, every optimizer's step moves its hooks. Further calls do nothing."""
+    """Registers the global pre-hook that moves `StepHooks` in each step. Further calls do nothing."""
     register_optimizer_step_pre_hook(_move)
 
 
@@ -529,9 +537,9 @@ _ID_TYPES = (torch.int32, torch.int64)
 
 
 def announced(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[str]:
-    """The tables whose modules see all lookups, with rows that follow from the arguments.
+    """Keys of the tables whose module sees every lookup, with rows that follow from the lookup's arguments.
 
-    Modules with a `forward()` of their own are left out, and weights that another module of the model has.
+    A table is left out if its module overrides `forward()`, or if another module of the model has its weight.
 
     Args:
         model: the whole model.
@@ -551,16 +559,16 @@ def announced(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[str]:
 
 
 def announce(module: nn.Module, index: int, hooks: Hooks, *, lookups: bool) -> list[Any]:
-    """Waits for rows before a table's module reads them.
+    """Registers hooks on a table's module that wait for rows before the module reads them.
 
     Args:
-        module: the table's.
-        index: the table's, for the hooks.
-        hooks: called before each `state_dict()` and before lookups.
+        module: the table's module.
+        index: the number by which `hooks` know the table.
+        hooks: their `wait_for_table` is called before each `state_dict()`, `wait_for` before lookups.
         lookups: whether lookups wait.
 
     Returns:
-        Handles, whose `remove()` ends the calls. A copy of the module makes none.
+        Handles, whose `remove()` removes the hooks. A copy of the module has none of the hooks.
     """
     whole = Tied(lambda *_: hooks.wait_for_table(index))
     handles: list[Any] = [module.register_state_dict_pre_hook(whole)]
@@ -577,7 +585,7 @@ def announce(module: nn.Module, index: int, hooks: Hooks, *, lookups: bool) -> l
     def before_lookup(input: object = None, *_: Any, **__: Any) -> None:
         eager(input)
 
-    def after_route(route: Any, *_: Any) -> None:  # with the ids that other ranks ask for
+    def after_route(route: Any, *_: Any) -> None:  # local_ids: the rows of this shard that ranks ask for
         eager(route.local_ids)
 
     if isinstance(module, ShardedEmbeddingBag):
@@ -588,7 +596,7 @@ def announce(module: nn.Module, index: int, hooks: Hooks, *, lookups: bool) -> l
 
 
 def _rows(ids: object, rows: int) -> Ids:
-    """The rows that a lookup reads, int64 [m], in any order; without those that torch is going to refuse."""
+    """The rows that a lookup reads, int64 [m], in any order; without ids that torch is going to refuse."""
     if not isinstance(ids, torch.Tensor) or ids.dtype not in _ID_TYPES:
         return np.empty(0, np.int64)
     found = ids.detach().reshape(-1).cpu().numpy().astype(np.int64)

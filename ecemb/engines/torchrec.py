@@ -1,8 +1,8 @@
 """Tables of TorchRec: DistributedModelParallel shards them, and FBGEMM looks them up and updates them.
 
-Owns the way from a model to FBGEMM's batches of tables, and the hooks: the rows of a lookup are reported when
-its gradient has come back, just before FBGEMM changes them. So they belong to the step that changes them,
-however early a pipeline looked them up.
+Owns the search of a model for FBGEMM's batches of tables, and the hooks: the rows of a lookup are reported in
+backward, when the gradient of the lookup is ready, just before FBGEMM changes them. So they belong to the
+step that changes them, however early a pipeline looked them up.
 
 torchrec is imported by the code that built the model; without such a model nothing here needs it.
 
@@ -79,13 +79,13 @@ def find_maps(model: nn.Module) -> Remaps | None:
 
 
 def leaves(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """The parts of combined optimizers that hold state that is the same on all ranks.
+    """The optimizers that hold state that is the same on all ranks, the parts of combined ones by themselves.
 
     TorchRec's combined and keyed optimizers are taken apart; fused ones, whose state is the tables', are left
     out; state that a wrapper adds (a warm-up's counter) and optimizers that run in backward are added.
 
     Raises:
-        UnsupportedOptimizer: TorchRec computes the state of one of them, so that nothing can be restored.
+        UnsupportedOptimizer: an optimizer computes its state from that of others, so it can't be restored.
     """
     found = {id(optimizer): optimizer for optimizer in optimizers}
     fused: Any = ()
@@ -101,7 +101,7 @@ def leaves(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]
 
 
 def fused_optimizers(model: nn.Module) -> list[Any]:
-    """The optimizers of all tables of a DistributedModelParallel, whose `state_dict()` shows their state."""
+    """A model's fused optimizers, one per DistributedModelParallel; state_dict() reads the tables' state."""
     if "torchrec" not in sys.modules:
         return []
     parallel = need("torchrec.distributed.model_parallel", "DistributedModelParallel")
@@ -112,11 +112,11 @@ def _leaves(optimizer: Any, owned: set[int]) -> Iterator[Any]:
     """The parts of one optimizer that hold state, the innermost first.
 
     Wrappers share the mapping of parameters with the optimizer that they wrap, and so with each other: a
-    parameter that one of them adds is shown by all. It belongs to the first in which it is found.
+    parameter that one of them adds is in all of these. It belongs to the innermost one.
 
     Args:
-        optimizer: any.
-        owned: ids of the parameters that have an owner; grows.
+        optimizer: of any class.
+        owned: ids of the parameters that have an owner; extended.
     """
     keyed = "torchrec.optim.keyed"
     if isinstance(optimizer, need(keyed, "CombinedOptimizer")):
@@ -148,7 +148,7 @@ class _Added:
 
     Args:
         param_groups: one group, of the parameters that the wrapper adds.
-        wrapper: whose state it is, even after the wrapper has loaded another.
+        wrapper: the wrapper; its state is read at each access, as loading replaces it.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], wrapper: Any) -> None:
@@ -157,12 +157,12 @@ class _Added:
 
     @property
     def state(self) -> Any:
-        """The state of the wrapper, with that of the optimizer in it."""
+        """The wrapper's present state, which includes that of its optimizer."""
         return self._state()
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules with their paths in the model's state_dict, each once, collections as one."""
+    """Each module once, with its path in the model's state_dict; without the modules in a collection."""
     unwrapped = need("torchrec.distributed.model_parallel", "get_unwrapped_module")
     sharded = need("torchrec.distributed.types", "ShardedModule")
     seen: set[int] = set()
@@ -241,7 +241,7 @@ class Collection:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The sharded tables' parameters in the model."""
-        shown = self._shown._modules  # each step asks: not by `__getattr__`
+        shown = self._shown._modules  # read in each step: `__getattr__` takes longer
         return [shown[name]._parameters["weight"] for name in self._names]
 
     def check(self) -> None:
@@ -252,7 +252,7 @@ class Collection:
             raise UndeclaredWrite(f"{self.path or 'the model'} was sharded again: {REPLACED}")
 
     def check_shown(self) -> None:
-        """Raises UndeclaredWrite if the model's parameters are not those in training."""
+        """Raises UndeclaredWrite if the model's parameters are not in the memory of those in training."""
         self._places.check_addresses(self.parameters)
 
     def check_views(self) -> None:
@@ -273,7 +273,7 @@ class FusedTables(Engine[Batch]):
 
     Args:
         collections: the sharded modules.
-        evicting: modules around some of them, which draw evicted rows again.
+        evicting: modules around some of them, which initialise evicted rows again.
         replicas: the tables that are in several groups of ranks.
     """
 
@@ -296,7 +296,7 @@ class FusedTables(Engine[Batch]):
                 table.in_groups = any(one.has(batch) for one in self._replicas)
         self.left_out = [one.module for one in collections]
         self.averaged = [module for one in collections for module in one.averaged]
-        self._turn = 0  # odd in a step, even between steps, and one more at each change
+        self._turn = 0  # number of begins and ends of steps: odd in a step, even between steps
 
     def place(self, stored: Sequence[Table], *, fresh: bool) -> None:
         """See `Engine.place`."""
@@ -332,7 +332,7 @@ class FusedTables(Engine[Batch]):
             self._handles.append(Before(replicas.model, "sync", before_sync))
 
     def check(self) -> None:
-        """See `Engine.check`. A step looks only at its end at what the model shows: no lookup reads that."""
+        """See `Engine.check`. A step's begin doesn't check the model's parameters: no lookup reads them."""
         if self._hooks.is_open():
             self._turn += 1
         for collection in self._collections:
@@ -352,7 +352,7 @@ class FusedTables(Engine[Batch]):
         return {batch.names: batch.state() for batch in self._batches}
 
     def set_state(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-        """See `Engine.set_state`; the tables of a batch may have been in others."""
+        """See `Engine.set_state`; in `state`, the tables of a batch may be in other batches."""
         last_first = [*state.items()][::-1]
         kept = {base(name): one for names, one in last_first for name in names.split("\n")}
         for batch in self._batches:
@@ -374,7 +374,7 @@ class FusedTables(Engine[Batch]):
             )
 
     def _before_lookup(self, batch: Batch, *_: Any) -> None:
-        """Captures all rows of tables that this lookup overwrites."""
+        """Captures all rows of a batch's tables, if the next lookup overwrites them."""
         if not self._hooks.is_open():
             raise UndeclaredWrite(
                 f"a lookup of {batch.what} outside of a step: FBGEMM counts lookups, and "
@@ -385,7 +385,7 @@ class FusedTables(Engine[Batch]):
             self._touch_all(batch)
 
     def _after_lookup(self, batch: Batch, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Captures the rows of a lookup in training, before backward changes them."""
+        """Registers the capture of a lookup's rows, in training, before backward changes them."""
         if not output.requires_grad:
             return
         output.register_hook(functools.partial(self._before_update, batch, (args, kwargs), self._turn))
@@ -402,19 +402,19 @@ class FusedTables(Engine[Batch]):
                 f"values that it read, and a repeated lookup would read newer rows: so semi-synchronous "
                 f"pipelines can't be protected. Look up and call backward() in one step. No row was written"
             )
-        if batch.is_off_arena:  # the host needn't see the rows
+        if batch.is_off_arena:  # the rows stay on the device
             self._hooks.mark(batch.base, batch.marked(*call))
             return
         for table, ids in batch.looked_up(*call):
             self._hooks.capture(batch.base + table, ids)
 
     def _before_eviction(self, module: Any, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:
-        """Captures the rows that are about to be drawn again."""
+        """Captures the evicted rows, which TorchRec is about to initialise again."""
         collection = next(one for one in self._collections if one.module is module)
         for batch in collection.batches:
             for number, config in enumerate(batch.configs):
                 if (rows := evictions_per_table[config.name]) is not None:
-                    self.touch(batch.base + number, rows.cpu().numpy())  # TorchRec writes, even if empty
+                    self.touch(batch.base + number, rows.cpu().numpy())  # TorchRec writes even no rows
 
     def _before_load(self, collection: Collection, *_: Any) -> None:
         if not self._hooks.is_open():
@@ -445,11 +445,11 @@ class TableReplicas:
     """The tables of one DMPCollection.
 
     Args:
-        path: of the model that it is, or is in.
+        path: of the DMPCollection in the model; "" if it is the model.
         model: the DMPCollection.
 
     Raises:
-        UnsupportedTable: it keeps tables in parts, or has a managed collision.
+        UnsupportedTable: its strategy is FULLY_SHARDED, or it has a managed collision.
     """
 
     def __init__(self, path: str, model: Any) -> None:
