@@ -118,7 +118,7 @@ def _bytes(key: str, data: NDArray[np.uint8]) -> Piece:
 
 
 def _dense(slot: NDArray[np.uint8], rank: int, world_size: int) -> list[Piece]:
-    """This rank's part of replicated state: all ranks share the writing, by bytes."""
+    """The tensors of replicated state that this rank writes; the ranks share the bytes about equally."""
     _, names, tensors = unpacked(slot)
     whole = [_whole(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
     whole.append(_bytes(OUTLINE, in_front(slot)))
@@ -184,7 +184,7 @@ def pieces_of(memory: RankMemory, slots: StateStore, shards: Sequence[Shard], wo
 
 
 def _whole_tables(tables: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[list[Any]]]:
-    """The descriptions of each table whose order over ranks is known: one per table, if the ranks agree."""
+    """Name -> descriptions of each table whose order over ranks is known: one, if the ranks agree."""
     found: dict[str, list[list[Any]]] = {}
     for table in (list(table) for of_rank in tables for table in of_rank if table[1] is not None):
         if table not in found.setdefault(table[0], []):
@@ -287,7 +287,7 @@ def take(reader: CheckpointReader, taking: Taking, memory: RankMemory, shards: S
 
     Args:
         reader: the reader that found the checkpoint.
-        taking: what is read.
+        taking: the stored values to read.
         memory: a new arena's, whose tables hold their initial values.
         shards: this rank's tables.
 
@@ -308,11 +308,11 @@ def take(reader: CheckpointReader, taking: Taking, memory: RankMemory, shards: S
 def restore_rows(
     reader: CheckpointReader, stored: Stored, memory: RankMemory, shards: Sequence[Shard], sources: Sources
 ) -> None:
-    """Fills the rows. One rank, by itself.
+    """Overwrites this rank's rows with the stored ones. One rank, by itself.
 
     Args:
         reader: the reader that found `stored`.
-        stored: `check` has passed.
+        stored: the checkpoint; `check` has passed.
         memory: a new arena's; its rows are overwritten.
         shards: this rank's tables.
         sources: the result of `check`.
@@ -337,15 +337,16 @@ def restore_state(
     """Restores replicated state and rank state. One rank, by itself.
 
     Args:
-        read: of the reader that found `stored`, or reads the arenas that stand for it.
-        stored: `check` has passed.
+        read: that of the reader that found `stored`, or of old arenas in place of a checkpoint.
+        stored: the checkpoint; `check` has passed.
         rank: this rank.
         world_size: number of ranks now.
         replicated: its model and optimizers are overwritten.
         rank_state: its objects and generators are overwritten.
 
     Returns:
-        The tables' scalars in the states that were read here, for `RankState.take_scalars` on all ranks.
+        The tables' scalars in the rank states that this rank has read, for `RankState.take_scalars` on all
+        ranks.
 
     Raises:
         CheckpointError: the checkpoint can't be read, or doesn't fit.
@@ -374,8 +375,8 @@ def restore_state(
 
 
 def states_of(old_size: int, rank: int, world_size: int) -> Sequence[int]:
-    """The ranks of the old job whose states a rank reads: its own first, or all if there was none.
+    """The ranks of the old job whose states a rank reads: its own first; all, if the old job had fewer ranks.
 
-    Each is read by one rank at least: tables whose scalars are in it may be anywhere now.
+    At least one rank reads each state: the tables whose scalars are in it may be on any rank now.
     """
     return range(rank, old_size, world_size) if rank < old_size else range(old_size)

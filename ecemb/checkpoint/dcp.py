@@ -1,10 +1,10 @@
 """The files of one checkpoint, as torch.distributed.checkpoint writes them; and the index of older ones.
 
 Owns the translation of pieces into DCP's plans and index, and DCP's file system on a folder's descriptor,
-which sums up what is written. Every tensor is stored as chunks of one global tensor, so that DCP reads a
-checkpoint on any number of ranks. DCP's index is a pickle, written for readers without ecemb: ecemb reads its
-own (`ecemb/checkpoint/index.py`), and DCP's only where an older ecemb wrote no other. Even then nothing is
-unpickled: the pickle's instructions are read as a description of what it holds.
+which computes checksums of the files. Every tensor is stored as chunks of one global tensor, so that DCP
+reads a checkpoint on any number of ranks. DCP's index is a pickle, written for readers without ecemb: ecemb
+reads its own (`ecemb/checkpoint/index.py`), and DCP's only where an older ecemb wrote no other. Even then
+nothing is unpickled: the pickle's instructions are read as a description of its objects.
 
 Must not know: folders of checkpoints, the network: no collective of DCP is used.
 """
@@ -56,7 +56,7 @@ def write(fd: int, folder: Path, rank: int, world_size: int, pieces: Sequence[Pi
 
     Args:
         fd: descriptor of the folder.
-        folder: its path, for what DCP notes.
+        folder: its path, for DCP's writer.
         rank: this rank.
         world_size: number of ranks.
         pieces: read.
@@ -145,7 +145,7 @@ class _Described:
 
     Attributes:
         name: of the class or function that would make it.
-        args: what that would be called with.
+        args: the arguments of that call.
         state: attributes that would be set; None if the pickle has none.
     """
 
@@ -159,7 +159,7 @@ def _size(size: _Described | None) -> tuple[int, ...]:
 
 
 def _decode(content: bytes) -> list[Any]:
-    """What a pickle holds: values, containers, and descriptions of objects.
+    """Decodes a pickle into values, containers, and descriptions of objects.
 
     Raises:
         ValueError: it has an instruction that DCP's indices don't have.
@@ -228,7 +228,7 @@ class _SummedFile(io.RawIOBase):
     """A new file that is written from its begin to its end, with its checksum after each write.
 
     Attributes:
-        sums: the checksum (crc32) of the bytes up to a place, by place; of the begin and end of each write.
+        sums: offset -> checksum (crc32) of the bytes before it, for the begin and the end of each write.
     """
 
     def __init__(self, fd: int) -> None:
@@ -266,7 +266,7 @@ class _SummedFile(io.RawIOBase):
 
 
 class _Files(FileSystemBase):
-    """DCP's file system: the folder of a descriptor, whose files are new.
+    """A file system for DCP: makes new files in the folder of a descriptor.
 
     Attributes:
         written: the files by name.
@@ -316,7 +316,7 @@ def _writer(files: _Files, folder: Path) -> FileSystemWriter:
 
 
 class _Source(SavePlanner):
-    """Gives DCP's writer the pieces' tensors; the rest of planning is done before."""
+    """A planner that gives DCP's writer the pieces' tensors; the plan itself is made before."""
 
     def __init__(self, pieces: Mapping[tuple[str, tuple[int, ...]], Piece]) -> None:
         self._pieces = pieces
@@ -335,7 +335,7 @@ class _Source(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         index = write_item.index
         piece = self._pieces[index.fqn, tuple(index.offset or ())]
-        return row_major(piece.tensor)  # torch.save keeps strides, and the bits
+        return row_major(piece.tensor)  # torch.save keeps strides and conj, neg bits
 
 
 def _write_item(piece: Piece) -> WriteItem:
@@ -354,7 +354,7 @@ def _receipt(
     pieces: Mapping[tuple[str, tuple[int, ...]], Piece],
     files: Mapping[str, _SummedFile],
 ) -> tuple[Any, ...]:
-    """A chunk: tensor, its place in the whole tensor, its place in a file, and checksums around it."""
+    """A chunk: its tensor, place in the tensor, place in a file, and the file's checksums around it."""
     place = result.storage_data
     piece = pieces[result.index.fqn, tuple(result.index.offset or ())]
     dtype = str(piece.tensor.dtype).removeprefix("torch.")

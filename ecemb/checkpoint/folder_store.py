@@ -14,10 +14,10 @@ leftover of a killed save: the next save removes it.
 Invariant: no byte of a checkpoint is used before its checksum was verified. A checkpoint that an older ecemb
 wrote has no checksums: it is read all the same, and a line in the log says so.
 
-Invariant: only what no user but this one (or root) can have written is used. The levels above are opened and
-judged by `private_files.descend`; the folder, a checkpoint's folder and each file are opened from the level
-above without following links, and owner and mode are those of the descriptor that is read or written, on
-every rank. So a folder that is swapped in between changes nothing.
+Invariant: a file or folder is used only if no user but this one (or root) can have written it. The levels
+above are opened and checked by `private_files.descend`; the folder, a checkpoint's folder and each file are
+opened from the level above without following links, and the checked owner and mode are those of the
+descriptor that is read or written, on every rank. So to replace a folder in between has no effect.
 
 torch.distributed.checkpoint takes a second to import: `dcp` is imported by the first save, so that no restart
 pays for it. Must not know: arenas, the network, DCP's own types.
@@ -62,7 +62,7 @@ _NAME = re.compile(r"step-(\d{12,})")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _HIDDEN = re.compile(r"\.step-\d{12,}\.[0-9a-f]{16}")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_FOLDER_MODE = 0o777 & ~_OTHERS_WRITE  # whatever the umask is
+_FOLDER_MODE = 0o777 & ~_OTHERS_WRITE  # others can't write there, even with a umask of 0
 SIGHT_S = 5.0  # time until other hosts see a new folder on a network file system
 _POLL_S = 0.1
 
@@ -81,8 +81,8 @@ class CheckpointFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path: Path = _absolute(path)
         self.tells: bool = True
-        """Whether this process does what one of those that read the folder has to do: it logs what each of
-        them would log, and checks the sizes of files that it doesn't read, and torch's index."""
+        """Whether this process does the work that only one reader of the folder has to do: it logs, checks
+        the sizes of files that it doesn't read, and verifies torch's index."""
         self._read_last: tuple[str, object, Index] | None = None
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class CheckpointFolder:
         with _explained(self.path, "written"), self._opened(create=True) as top:
             if is_stored(self.path, self._newest(top), step, facts):
                 return ""
-            # not before the check: in another job's folder these are its files
+            # only after the check: in another job's folder, hidden folders are that job's
             for name in filter(_HIDDEN.fullmatch, os.listdir(top)):
                 _remove(top, name)
             token = _hidden(_name(step))
@@ -126,7 +126,7 @@ class CheckpointFolder:
         with _explained(folder, "written"), self._opened() as top, _level(top, folder) as fd:
             files = dcp.sums_of(receipts) | dcp.write_index(fd, folder, receipts)
             files[INDEX] = _write_text(fd, INDEX, index.text_of(dcp.index_of(receipts)))
-            save = token.rpartition(".")[2]  # the same step may be saved again, in its place
+            save = token.rpartition(".")[2]  # differs if the same step is saved again
             _write_text(fd, FACTS, index.signed({**facts, "save": save, "files": files}))
             os.fsync(fd)
             name = _name(facts["step"])
@@ -150,7 +150,7 @@ class CheckpointFolder:
                     logger.warning("the old checkpoint %s can't be removed: %s", self.path / name, error)
 
     def finish(self, job: str, step: int) -> None:
-        """See `CheckpointWriter`. A folder that no save has made is not made for this.
+        """See `CheckpointWriter`. Does nothing if no save has made the folder.
 
         Raises:
             CheckpointFailed: the folder can't be written to.
@@ -220,7 +220,7 @@ class CheckpointFolder:
             index.read(folder, found, pieces, lambda name: _open_sized(fd, folder / name, files))
 
     def _index(self, stored: Stored, folder: Path, fd: int) -> Index:
-        """The index of a checkpoint. If this process tells, all files are there, with their sizes."""
+        """The index of a checkpoint. If `tells` is set, checks all files' sizes as well."""
         last, save = self._read_last, stored.facts.get("save")
         if last is not None and last[:2] == (stored.name, save):
             return last[2]
@@ -251,7 +251,7 @@ class CheckpointFolder:
         return dcp.older_index(_content(fd, folder / _INDEX_OF_DCP))
 
     def _check_no_others(self, top: int) -> None:
-        """Raises CheckpointMismatch for checkpoints of another kind: training would begin at step 0."""
+        """Raises CheckpointMismatch for checkpoints of another kind: training must not begin at step 0."""
         inside = sorted(os.listdir(top))
         if FACTS in inside or _INDEX_OF_DCP in inside:
             raise CheckpointMismatch(
@@ -333,7 +333,7 @@ def reader_of(source: str | os.PathLike[str] | CheckpointReader, argument: str) 
 
 
 def one_tells(reader: CheckpointReader, rank: int) -> None:
-    """Lets rank 0 alone do what one of the ranks that read a folder has to do (`CheckpointFolder.tells`)."""
+    """Sets `CheckpointFolder.tells` on rank 0, and clears it on the other ranks that read a folder."""
     if isinstance(reader, CheckpointFolder):
         reader.tells = rank == 0
 
@@ -376,7 +376,7 @@ def _explained(path: Path, what: str) -> Generator[None]:
 
 @contextmanager
 def _missing_named(folder: Path) -> Generator[None]:
-    """Turns a missing file of a checkpoint that is there into an error that names it."""
+    """Turns a missing file into an error that names it, unless the whole checkpoint is gone."""
     try:
         yield
     except FileNotFoundError as error:
@@ -416,7 +416,12 @@ def _checked_content(folder: Path, fd: int, name: str, files: _Files) -> bytes:
 
 
 def _open_sized(fd: int, path: Path, files: _Files | None) -> int:
-    """A descriptor of a file, which has the size that was written if `files` has it."""
+    """A descriptor of a file.
+
+    Raises:
+        CheckpointFailed: the file's size is not that in `files`.
+        CheckpointInsecure, FileNotFoundError: see `_open`.
+    """
     file = _open(fd, path, folder=False)
     try:
         size = os.fstat(file).st_size
@@ -430,7 +435,7 @@ def _open_sized(fd: int, path: Path, files: _Files | None) -> int:
 
 @contextmanager
 def _level(above: int, path: Path) -> Generator[int]:
-    """The descriptor that `_open` gives of the folder `path`."""
+    """Opens the folder `path` by `_open`, and closes its descriptor after the block."""
     fd = _open(above, path, folder=True)
     try:
         yield fd

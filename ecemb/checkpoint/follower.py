@@ -34,9 +34,9 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 
 ATTEMPTS: Final = 5
-"""Checkpoints that a refresh begins to read, if the writer removes one after the other meanwhile."""
+"""Most checkpoints that one refresh begins to read, if the writer removes each of them meanwhile."""
 POLL_S: Final = 0.2
-"""Between two looks for a newer checkpoint, by default."""
+"""Default seconds between two looks for a newer checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Snapshot:
 
     Attributes:
         name: of the checkpoint.
-        step: number of the step that the training runs next after it: all steps before are in it, no other.
+        step: number of the step that the training runs next after it: all earlier steps are in it, no later.
         tables: table -> column -> its rows, [rows, ...]. Shared: read them only.
         dense: dense parameters and buffers by name. Shared: read them only.
     """
@@ -89,12 +89,12 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class _Built:
-    """A snapshot, and what is to be known for the next one.
+    """A snapshot, with the facts from which the next one is built.
 
     Attributes:
         snapshot: what readers see.
         chain: the checkpoints that it is made of.
-        changed: bool [rows] by table: rows that are of another checkpoint than the first.
+        changed: bool [rows] by table: rows that are not from the chain's first checkpoint.
     """
 
     snapshot: Snapshot
@@ -241,7 +241,7 @@ class Follower:
         )
 
     def _newest(self) -> Chain | None:
-        """The newest chain. The writer may remove what is looked at, so a failure may be of that moment."""
+        """The newest chain; tries again if the writer removes a checkpoint while its chain is read."""
         for _ in range(ATTEMPTS - 1):
             try:
                 return self._source.chain()
@@ -250,7 +250,7 @@ class Follower:
         return self._source.chain()
 
     def _made(self, chain: Chain) -> _Built:
-        """A chain's snapshot: of the last one and what is new, where that gives the same rows."""
+        """Builds a chain's snapshot: on the last snapshot, if that gives the same rows, else completely."""
         wanted, shown = self._wanted(chain), self._built
         if shown is None or shown.chain.links[0] != chain.links[0]:
             return self._applied(chain, wanted, 0, None)
@@ -269,7 +269,7 @@ class Follower:
     def _applied(
         self, chain: Chain, wanted: Mapping[str, StoredTable], same: int, on: _Built | None
     ) -> _Built:
-        """Applies the links of a chain from number `same` on, to copies of the tables of `on`."""
+        """Applies a chain's links from number `same` on to copies of the tables of `on`, or to new tables."""
         tables: dict[str, dict[str, Tensor]] = {}
         changed: dict[str, Tensor] = {}
         fresh = {key for link in chain.links[same:] for key in link.tables & wanted.keys()}

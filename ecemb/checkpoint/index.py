@@ -4,11 +4,11 @@ Owns the JSON text of the index, and the reading of rows through it. A *chunk* i
 in one file: the bytes that `torch.save` writes, a zip archive with the values in one stored record. The
 record is found by the archive's directory; nothing is unpickled.
 
-Checksums are zlib.crc32: that of a file, as it stands after each chunk. So a chunk is verified alone, by the
+Checksums are zlib.crc32 of a file's bytes up to the end of each chunk. So a chunk is verified alone, by the
 rank that reads it and before a value of it is used, and the chunks of a file verify all of it. CRC-32 finds
 every change of up to 32 neighbouring bits, and misses one other change in 2^32. It is in the standard
-library, and zip files and the rest of ecemb use it as well. It is no defence against a user who means harm:
-that is the owner and the mode of the folder.
+library, and zip files and the rest of ecemb use it as well. It is no defence against a malicious user: the
+folder's owner and mode are.
 
 Must not know: folders of checkpoints, torch.distributed.checkpoint, other ranks.
 """
@@ -34,7 +34,7 @@ from ..errors import CheckpointFailed, CheckpointMismatch
 from .interface import Piece, row_major
 
 READ_BYTES: Final = 1 << 30
-"""Bytes that are read at once of a chunk: the kernel gives 2 GiB at most."""
+"""Most bytes of a chunk that one call reads; the kernel reads at most 2 GiB."""
 _NAME_AND_EXTRA = slice(26, 30)
 _LOCAL_HEADER_BYTES = 30
 
@@ -105,7 +105,7 @@ def _chunk(file: str, at: int, length: int, start: int, rows: int, sums: Sequenc
 
 
 def signed(facts: Mapping[str, Any]) -> str:
-    """The JSON text of facts, with a checksum of their own: of the values that a reader finds in the text.
+    """The JSON text of facts, with their checksum, which is that of the facts as a reader parses them.
 
     JSON turns keys into strings, which have another order than numbers.
     """
@@ -203,10 +203,10 @@ def _parts(place: object, index: Index, piece: Piece) -> Iterable[Chunk]:
 
 
 def _content(fd: int, chunk: Chunk) -> io.BytesIO:
-    """A chunk's bytes, as they were written: one buffer, which is a file for zipfile.
+    """A chunk's bytes in one buffer, which is a file for zipfile.
 
     Raises:
-        ValueError: they aren't.
+        ValueError: bytes are missing, or are not those that were written.
     """
     size, end = os.fstat(fd).st_size, chunk.at + chunk.length
     if not 0 <= chunk.at <= end <= size:
@@ -229,7 +229,7 @@ def _content(fd: int, chunk: Chunk) -> io.BytesIO:
 
 
 def _values(content: io.BytesIO) -> NDArray[np.uint8]:
-    """The bytes of the values in what `torch.save` has written of one contiguous tensor: a view.
+    """The bytes of the values in a file by `torch.save` of one contiguous tensor: uint8 [bytes], a view.
 
     Raises:
         ValueError: the content is something else.
@@ -265,5 +265,5 @@ def _fill_(piece: Piece, chunk: Chunk, values: NDArray[np.uint8]) -> None:
     into[(first - piece.start) * row_bytes : (end - piece.start) * row_bytes] = values[
         (first - chunk.start) * row_bytes : (end - chunk.start) * row_bytes
     ]
-    if filled.data_ptr() != piece.tensor.data_ptr():  # a copy of it
+    if filled.data_ptr() != piece.tensor.data_ptr():  # is a copy
         piece.tensor.detach().copy_(filled)

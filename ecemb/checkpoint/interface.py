@@ -44,9 +44,10 @@ class Piece:
 
 
 def row_major(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose bytes in memory are the values, in the order of rows: a view of a contiguous one.
+    """A tensor of the same values, whose bytes in memory are these in the order of rows.
 
-    It is a copy of one with other strides (transposed, channels last), or with a conj or neg bit.
+    Shares the memory of a contiguous tensor; is a copy of a tensor with other strides (transposed, channels
+    last), or with a conj or neg bit.
     """
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
@@ -59,8 +60,8 @@ class Stored:
         name: distinguishes it from other checkpoints of the same store.
         step: number of the step to run next.
         facts: plain values (JSON) that the writer was given: format, job, lineage, step, world_size, code,
-            tables (for each rank: name, rows of the whole or None, else rows of the rank's own, and name,
-            type and width of each column), sizes.
+            tables (for each rank: name, number of rows of the whole table, or None if that isn't known,
+            number of the rank's own rows only in that case, and name, type and width of each column), sizes.
     """
 
     name: str
@@ -73,7 +74,7 @@ def is_stored(place: object, newest: Stored | None, step: int, facts: Mapping[st
 
     Args:
         place: the store, for messages.
-        newest: its newest checkpoint.
+        newest: its newest checkpoint; None if there is none.
         step: of the new checkpoint.
         facts: of the new checkpoint.
 
@@ -183,7 +184,7 @@ class DifferentialWriter(CheckpointWriter, Protocol):
         ...
 
     def take(self, token: str, rank: int, pieces: Sequence[Piece]) -> None:
-        """Copies the parts of this rank's pieces (read) for `write`; the next step changes them."""
+        """Copies the parts of this rank's pieces (read) that `write` stores; the next step changes pieces."""
         ...
 
     def release(self) -> None:

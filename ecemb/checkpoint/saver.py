@@ -58,7 +58,7 @@ class Saver:
         replicated: for its checksum.
         shards: this rank's tables in the order of their addresses.
         another: makes another control group for the background; all ranks.
-        listen: registers a listener for rows that change; returns its removal.
+        listen: registers a listener for rows that change; returns a function that removes it.
     """
 
     def __init__(
@@ -85,7 +85,10 @@ class Saver:
         self._stores: dict[str, CheckpointWriter] = {}
 
     def keep_in_mind(self, store: object) -> None:
-        """Remembers the store that the job resumed from, or would, for when the job is finished."""
+        """Adds the store of `protect(resume=)` to those of `finish`.
+
+        If it is a differential writer, changed rows are reported to it from now on.
+        """
         if isinstance(store, CheckpointWriter):
             self._stores[name_of(store)] = store
         self._follow(store)
@@ -223,7 +226,7 @@ class Saver:
 
     @contextmanager
     def _discarding(self, writer: CheckpointWriter, token: str) -> Generator[None]:
-        """A failure in the body is one of all ranks: rank 0 then removes the leftovers of the save."""
+        """Runs the body, which fails on all ranks or on none; rank 0 then removes the save's leftovers."""
         try:
             yield
         except EcembError:
@@ -277,7 +280,7 @@ def _writer_of(path: Path | CheckpointWriter, keep: int, *, asynchronous: bool) 
     """The writer for the arguments of `Guard.save`.
 
     Raises:
-        ConfigurationError: they are none.
+        ConfigurationError: an argument breaks a rule.
     """
     writer = CheckpointFolder(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(writer, CheckpointWriter):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -336,7 +339,7 @@ def name_of(store: object) -> str:
 
 
 def absence_of(reader: CheckpointReader) -> str:
-    """Words for a reader that finds no checkpoint."""
+    """For messages, says that a reader finds no checkpoint."""
     if isinstance(reader, CheckpointFolder) and not os.path.lexists(reader.path):
         return f"there is no folder {reader}"
     return f"{name_of(reader)} has no complete one"
@@ -363,7 +366,7 @@ def find(reader: CheckpointReader, transport: Transport, job: str | None) -> Sto
     Args:
         reader: finds it.
         transport: the control group.
-        job: the job that goes on from it; None for another training, which may be finished.
+        job: the job that continues from it; None if it is another training's, which may be finished.
 
     Raises:
         JobFinished: the job was closed.

@@ -1,12 +1,12 @@
 """Which stored values a training's tables are read from: its own under other names, or another training's.
 
 Owns the rules by which stored tables stand for the tables of a model: other names (`renamed=`), TorchRec's
-ranges of columns, and the engines' names of one optimizer state. A rule that is broken is a text in a list,
-so that an error can name all of them. A table is *described* as in a checkpoint's facts:
-[name, rows of the whole table or None, else rows of the rank's own, [[column, dtype, width], ...]].
+ranges of columns, and the engines' names of one optimizer state. Each broken rule adds a text to a list, so
+that one error can name all of them. A table is *described* as in a checkpoint's facts: [name, rows of the
+whole table or None, rows of the rank's own if that is None, [[column, dtype, width], ...]].
 
-Owns `Transfer`, the tables that a new training begins with: the check of all of it before anything is
-written, and the reading of rows by their ids.
+Owns `Transfer`, the request that a new training begin with another's tables: the check of all of it before
+anything is written, and the reading of rows by their ids.
 
 Must not know: arenas, other ranks' memory, how checkpoints are stored.
 """
@@ -43,8 +43,8 @@ class Source:
         table: key of the stored table.
         column: name of the stored column.
         shape: of the stored tensor, [rows, width].
-        values: which values of a stored row.
-        into: the place of these values in a row of the table.
+        values: range of the values in a stored row.
+        into: range that they fill in a row of the table.
     """
 
     table: str
@@ -59,12 +59,12 @@ class Source:
         return f"{self.table}.{self.column}"
 
     def is_whole(self, width: int) -> bool:
-        """Whether a stored row is a row of a column of this width."""
+        """Whether a stored row is read whole, as a row of a column of this width."""
         return self.values == self.into == slice(0, width) and self.shape[1] == width
 
 
 Sources = dict[str, list[Source]]
-"""Tensors of a rank's tables, by name ("{table}.{column}"), and the stored values that they are read from."""
+"""Name of a tensor of a rank's tables ("{table}.{column}") -> the stored values that it is read from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,13 +95,13 @@ def _range(name: str, width: int) -> range:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The tables of a rank against those of a checkpoint.
+    """Matches the tables of a rank with those of a checkpoint.
 
     Attributes:
         facts: of the checkpoint.
         everywhere: names of the tables of all ranks.
         renamed: base name of a table -> its base name in the checkpoint, where the two differ.
-        states: whether state of optimizers is read, and has to be the same.
+        states: whether state of optimizers is read, and has to fit.
     """
 
     facts: Mapping[str, Any]
@@ -130,7 +130,7 @@ class Match:
 
     @functools.cached_property
     def widths(self) -> dict[str, int]:
-        """Values of a row, by base name, of tables of this training that are sharded by columns."""
+        """Base name -> values of a whole row, for tables of this training that are sharded by columns."""
         found: dict[str, int] = {}
         for name in self.everywhere:
             if part := PART.fullmatch(name):
@@ -207,7 +207,7 @@ class Match:
     def _column(
         parts: Sequence[StoredRange], mine: range, column: str, dtype: str, size: int, *, by_row: bool
     ) -> list[Source]:
-        """The stored values of one column; less than all if some have no place in the checkpoint."""
+        """The stored values of one column; not for all its values if some are not in the checkpoint."""
         taken: list[Source] = []
         for part in parts:
             start, stop = _both(part.values, mine)
@@ -216,7 +216,7 @@ class Match:
             if start >= stop or stored is None or part.columns[stored][0] != dtype:
                 continue
             width = part.columns[stored][1]
-            if width != len(part.values):  # a value for each row: of exactly these columns
+            if width != len(part.values):  # one value for each row, of exactly these columns
                 values = slice(0, size) if part.values == mine and width == size else None
                 into = slice(0, size)
             else:
@@ -228,7 +228,7 @@ class Match:
 
 
 def _both(one: range, other: range) -> tuple[int, int]:
-    """The first value of both ranges, and the end."""
+    """Begin and end of the overlap of two ranges; the begin is not below the end if there is none."""
     return max(one.start, other.start), min(one.stop, other.stop)
 
 
@@ -246,10 +246,10 @@ class Transfer:
         tables: the tables to take: keys, or a mapping from a table's key to its key in `source`. None: all of
             the model's. A key is the table's path in the model, without a range of columns. All other
             tables begin as the script makes them.
-        rows: ids in `source` by table: row i takes row rows[key][i] of the stored table, and begins fresh
-            where that is -1, or beyond the end. A range, or integers [at most the rows of the whole table],
-            as a sequence, an array or a tensor; the same on all ranks. range(n) takes the first n rows as
-            they are. Needed where the numbers of rows differ.
+        rows: ids in `source` by table: row i takes row rows[key][i] of the stored table, and begins fresh if
+            that is -1, or if the ids end before i. A range, or integers [at most the rows of the whole
+            table], as a sequence, an array or a tensor; the same on all ranks. range(n) takes the first n
+            rows as they are. Needed where the numbers of rows differ.
         states: whether to take the optimizer's state of the rows. Without it, state begins fresh, and the
             optimizer may be another one.
     """
@@ -284,12 +284,12 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Taking:
-    """What this rank reads for a transfer.
+    """The stored values that this rank reads for a transfer.
 
     Attributes:
         stored: the checkpoint.
         sources: the stored values of each tensor.
-        rows: ids in the source by base name, for tables whose rows are not the same.
+        rows: ids in the source by base name, for tables that take rows by id.
         names: base names of the tables that are taken, on any rank.
     """
 
@@ -311,7 +311,7 @@ def examine(
         everywhere: names of the tables of all ranks.
 
     Returns:
-        The former, and a text for each thing that doesn't fit.
+        The stored values that this rank would read, and a text for each thing that doesn't fit.
     """
     names = transfer.names(everywhere)
     here = {base(name) for name in everywhere}
