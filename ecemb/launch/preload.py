@@ -92,7 +92,7 @@ def load(name: str) -> None:
 
 
 def residue(children: int) -> str | None:
-    """Names the thing that imports have left behind and a forked process can't have; None if there is none.
+    """Describes a leftover of imports that a forked process can't inherit; None if there is none.
 
     Args:
         children: processes that this process had started before.
@@ -177,7 +177,7 @@ def _is_installed(name: str, folder: str) -> bool:
 
 
 def _found(name: str, path: list[str] | None = None) -> ModuleSpec | None:
-    """Where a dotted name's module is; None if it names no module, but an object in one. Imports nothing."""
+    """The spec of the module of a dotted name; None if the name is not a module's. Imports nothing."""
     found = None
     for part in name.split("."):
         found = PathFinder.find_spec(part, path)

@@ -3,16 +3,16 @@
     python -c "..." CONFIG       the command of `stub`; its listening socket is descriptor 3, the folder 4
 
 One thread, one loop. The server has no state of the job: the request describes the worker, and the worker's
-end goes to the stub that asked. A worker lives as long as the connection that asked for it. The server is its
-parent and alone waits for it, so a process id never names another process. If the server ends, the kernel
-ends its workers.
+exit status is sent to the stub that requested it. A worker is killed when the connection of its stub ends.
+The server is its parent and alone waits for it, so a process id never names another process. If the server
+ends, the kernel ends its workers.
 
-A worker begins once its stub has been sent "accepted": until then it waits at a pipe, its gate. So whatever
-fails before is answered with "refused", and the script starts plainly.
+A worker begins once its stub has been sent "accepted": until then it waits at a pipe, its gate. So every
+earlier failure is answered with "refused", and the script starts plainly.
 
 Invariants: while a request is accepted, this process has a single thread, no child but workers and no open
 device (`preload.residue`). While a worker runs, no error of a client, of the log or of the kernel leaves the
-loop, and no signal but SIGKILL ends it; a descriptor that the kernel can't serve is left alone for a while.
+loop, and no signal but SIGKILL ends it; a descriptor that the kernel can't serve isn't polled for a while.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from .servers import FOLDER, LISTENER, Cold, locked
 from .worker import Work, become
 
 _GRACE_S = 3.0
-"""From the good end of a job's last worker to the server's end: another worker may start late."""
+"""Seconds from the successful end of a job's last worker to the server's end: another may start late."""
 _RELAUNCH = 1 / 15
 """Part of the idle time that a server waits for another launch of its job."""
 _LEAVE_S = 1.0
-"""Wait for the lock before the socket's name is left behind."""
+"""Most seconds to wait for the lock under which the socket's name is removed."""
 _REST_S = 1.0
-"""From an error of the kernel at a descriptor to the next call."""
+"""Seconds for which a descriptor isn't polled after an error of the kernel."""
 _MOST_POLL_S = 3600.0
 _MOST_IDLE = 64
-"""Connections without a request; one more takes the place of the oldest."""
+"""Most connections without a request; one more replaces the oldest."""
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals by which the server ends, as soon as no worker runs: batch systems send them to every process."""
@@ -64,7 +64,7 @@ _LEFT_ALONE = frozenset(
         *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
     }
 )
-"""Signals that would end a process, and that are meant for the script."""
+"""Signals that the server ignores: they would end it, and are meant for the script."""
 _BEFORE = frozenset(sys.builtin_module_names) | {
     "site", "os", "io", "abc", "codecs", "encodings", "stat", "posixpath", "genericpath", "zipimport"
 }  # fmt: skip
@@ -81,7 +81,7 @@ class _Client:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has asked for nothing yet."""
+        """Whether the connection has no request and no worker."""
         return self.request is None and self.worker is None
 
     def close(self) -> None:
@@ -91,9 +91,9 @@ class _Client:
 
 
 class _Log(io.RawIOBase):
-    """A standard stream of the server. A line that its file has no room for is lost, and is no error.
+    """A standard stream of the server. A line for which the disk has no room is lost without an error.
 
-    Nothing is kept back, so that no worker begins with the server's lines in a buffer.
+    Unbuffered, so that no worker begins with the server's lines in a buffer.
     """
 
     def __init__(self, descriptor: int, name: str) -> None:
@@ -116,14 +116,14 @@ class Server:
     """The loop, and its state.
 
     Args:
-        config: as `stub` writes it.
+        config: as `servers.start` writes it.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
         self._name: str = config["name"]
         self._idle_s: float | None = config["idle_s"]
-        self._said: list[str] = config["said"]  # grows, and goes to the next one with it
+        self._said: list[str] = config["said"]  # part of `config`, for `_start_without`
         self._changed: dict[str, str | None] = {}
         self._script: str | None = config["script"]
         if config["module"] is not None:
@@ -154,7 +154,7 @@ class Server:
     # --- imports ------------------------------------------------------------------------------------
 
     def preload(self) -> None:
-        """Imports the job's modules; starts this process again without a module that isn't fit for it."""
+        """Imports the job's modules; starts this process again without one that can't be imported ahead."""
         before = dict(os.environ)
         children = preload.child_count()
         preload.watch_environment(True)
@@ -201,7 +201,7 @@ class Server:
     # --- the loop -----------------------------------------------------------------------------------
 
     def serve(self) -> Work | None:
-        """Serves until it is time to end. Returns in each worker its work, in the server None."""
+        """Serves requests until the server has to end. Returns in a worker its work, in the server None."""
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in _ENDING:
@@ -219,13 +219,13 @@ class Server:
                 if not self._running():
                     raise
                 self._complain(f"an error of the server, which goes on: {error!r}")
-                time.sleep(_REST_S)  # it may come back at once, for as long as a worker runs
+                time.sleep(_REST_S)  # it may recur at once, for as long as a worker runs
                 continue
             if work is not None:
                 return work
 
     def _turn(self, left_s: float | None) -> Work | None:
-        """Waits until something is to be done, and does it. Returns its work in a new worker, else None."""
+        """Waits for events, and handles them. Returns in a new worker its work, else None."""
         now = time.monotonic()
         self._resting = {one: until for one, until in self._resting.items() if until > now}
         poll = select.poll()
@@ -257,11 +257,11 @@ class Server:
         self._asked_to_end = True
 
     def _rest(self, descriptor: int) -> None:
-        """Leaves a descriptor alone for a while: it stays ready, and the loop would spin."""
+        """Excludes a descriptor from polling for a while: it stays ready, and the loop would spin."""
         self._resting[descriptor] = time.monotonic() + _REST_S
 
     def _complain(self, line: str) -> None:
-        """Logs an error that may come again and again, once."""
+        """Logs an error, unless it is the last one that was logged."""
         if line != self._complaint:
             self._complaint = line
             print(line, flush=True)
@@ -271,7 +271,7 @@ class Server:
         return [self._listener.fileno(), self._wake, *self._launchers.values()]
 
     def _attend(self, launcher: int | None) -> None:
-        """Notes the launcher of a worker: once all have ended, only another launch may need this server."""
+        """Watches a worker's launcher: if all launchers have ended, only another launch needs the server."""
         if launcher is None or launcher in self._launchers:
             return
         with contextlib.suppress(OSError):
@@ -279,7 +279,7 @@ class Server:
             self._abandoned = False
 
     def _leave(self, descriptor: int) -> None:
-        """A launcher has ended."""
+        """Closes the descriptor of a launcher that has ended."""
         os.close(descriptor)
         self._launchers = {pid: other for pid, other in self._launchers.items() if other != descriptor}
         self._abandoned, self._since = not self._launchers, time.monotonic()
@@ -304,7 +304,7 @@ class Server:
         return not self._clients
 
     def _accept(self) -> None:
-        """Takes one connection; without a descriptor for it, that of the oldest idle one."""
+        """Accepts one connection; if descriptors are short, drops the oldest idle one, or refuses it."""
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -327,7 +327,7 @@ class Server:
             self._evict()
 
     def _evict(self) -> bool:
-        """Drops the oldest connection that has asked for nothing; False if there is none."""
+        """Drops the oldest idle connection; False if there is none."""
         idle = next((client for client in self._clients.values() if client.is_idle), None)
         if idle is None:
             return False
@@ -363,7 +363,7 @@ class Server:
             alive = client.inbox.read()
         except BlockingIOError:
             return
-        except OSError as error:  # of the kernel's, for lack of memory: the connection is as it was
+        except OSError as error:  # the kernel lacks memory: the connection is unchanged
             self._complain(f"a connection can't be read: {error}")
             self._rest(client.connection.fileno())
             return
@@ -407,7 +407,7 @@ class Server:
         return None
 
     def _fork(self, client: _Client, message: Mapping[str, Any]) -> Work | None:
-        # What the server keeps is checked here; a request that is strange otherwise harms its worker alone.
+        # Only values that the server keeps are checked: other wrong values harm the worker alone.
         name, idle_s, launcher = str(message["name"]), message["idle_s"], message["launcher"]
         idle_s = None if idle_s is None else float(idle_s)
         launcher = None if launcher is None else int(launcher)
@@ -458,7 +458,7 @@ class Server:
             os._exit(1)
 
     def _refusal(self, client: _Client, message: Mapping[str, Any]) -> str | None:
-        """Why a plain start would differ from a forked process; None if it would not."""
+        """The reason why a forked process would differ from a plain start; None if it would not."""
         path = preload.shadowed(message["script_folder"], _BEFORE)
         if path is not None:
             return f"{path} has the name of a module that is imported ahead, and would be hidden by it"
@@ -479,7 +479,7 @@ class Server:
         return None
 
     def _is_stale(self) -> bool:
-        """Whether imported files, or the installed packages, have changed since."""
+        """Whether imported files, or the installed packages, have changed since `preload`."""
         changed = _changed(self._script)
         if changed != self._script_changed:
             self._script_changed = changed
@@ -565,7 +565,7 @@ def _forked() -> int:
         OSError: there is no memory, or no process, left.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:  # before signals are blocked: that call runs handlers as well, which may raise
+    try:  # includes the call that blocks signals: it runs handlers, which may raise
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         pid = os.fork()
     except BaseException:
@@ -577,13 +577,13 @@ def _forked() -> int:
 
 
 def _most_idle() -> int:
-    """Idle connections that may be kept: they leave descriptors for workers."""
+    """Most idle connections to keep, so that descriptors are left for workers."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_IDLE if most <= 0 else min(_MOST_IDLE, most // 4)
 
 
 def _close(*descriptors: int) -> None:
-    """Closes all, also those that report an error: the kernel has closed them."""
+    """Closes descriptors; ignores errors, since the kernel has closed a descriptor in spite of them."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

@@ -34,7 +34,7 @@ _CODE = (
 )
 _LOCK_S = 60.0
 _LOG_S = 3600.0
-"""From the last line of a killed server's log to its removal."""
+"""Seconds from the last line of a killed server's log to its removal."""
 
 
 class Cold(Exception):
@@ -56,7 +56,7 @@ def connected(place: int, name: str) -> socket.socket | None:
     """A connection to the server of that name; None if there is none.
 
     Raises:
-        Cold: there is one that can't be reached, or doesn't get to the connections that wait.
+        Cold: the server can't be reached, or its queue of waiting connections is full.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.setblocking(False)
@@ -103,7 +103,7 @@ def locked(place: int, patience_s: float = _LOCK_S) -> Generator[None, None, Non
     """Holds the lock during the block.
 
     Raises:
-        Cold: another process has held it for as long as this one waits.
+        Cold: another process has held the lock for `patience_s` seconds.
     """
     lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=place)
     try:
@@ -211,7 +211,7 @@ def interpreter_options() -> list[str]:
 
 
 def preloads(command: Command) -> dict[str, Any]:
-    """What a server imports: it distinguishes servers beyond the process that they replace."""
+    """The modules that a server imports; with the properties of the process, they distinguish servers."""
     target = command.target
     return {
         "script": os.path.realpath(target) if target is not None and not command.is_module else None,

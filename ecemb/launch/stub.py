@@ -1,15 +1,16 @@
 """`ecemb-run`: the command that a launcher starts in place of `python`.
 
 It asks the fork server of this job on this host for a worker, and starts that server if there is none; passes
-signals on; ends like the worker. It imports only a few modules of the standard library. Where a worker can't
-be forked it becomes the plain start instead, and logs the reason in one line.
+signals on to the worker; ends with the worker's status. It imports only a few modules of the standard
+library. If a worker can't be forked, it becomes the plain start `python SCRIPT` instead, and logs the reason
+in one line.
 
-Invariant: until the server has accepted (`_accepted`), whatever fails is a reason for a plain start, except
-the command line itself. After that, nothing but the worker's end ends this process (`_follow`).
+Invariant: until the server has accepted the request (`_accepted`), every failure leads to a plain start,
+except a wrong command line. After that, only the end of the worker, or of the server, ends this process
+(`_follow`).
 
 Owns the line of advice about torchrun's settings: those that decide how soon it restarts workers, and whether
-it does. It reads what torchrun shows to the commands that it starts: their environment, and its own command
-line.
+it does. They are read from this process's environment and from torchrun's command line.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ _HEARD = frozenset(
         signal.SIGIO,
     }
 )
-"""Blocked while a server is asked and a worker runs; also those ignored here: the script may handle them."""
+"""Signals that are blocked, and waited for, while a server is asked and a worker runs.
+
+Those that this process ignores are among them: the script may handle them.
+"""
 _PLAIN = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that Python ignores, and that a started program must have at their default."""
 _LOOK_S = 1.0
@@ -81,7 +85,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
         except (FileNotFoundError, NotADirectoryError) as error:
             _fail(f"can't open file {command.target!r}: {error.strerror}")
         except OSError:
-            pass  # the interpreter will say so, if it is the script's
+            pass  # if the script can't be opened, the interpreter will say so
     if command.action != "run":
         try:
             sys.exit(_stop(command) if command.action == "stop" else _stand_by(command))
@@ -184,7 +188,7 @@ class _Worker(NamedTuple):
     Attributes:
         connection: to the server; once it is closed, the worker is killed.
         inbox: further messages of the server.
-        info: the signal that came with the acceptance, if any; the worker is to get it.
+        info: a signal that came before the acceptance was read, if any, to be passed on to the worker.
         launcher: this process's parent when it began.
         log: path of the server's log.
     """
@@ -197,7 +201,7 @@ class _Worker(NamedTuple):
 
 
 def _accepted(command: Command) -> _Worker:
-    """Has a worker forked that runs the script.
+    """Requests a worker that runs the script, and waits until the server has forked it.
 
     Raises:
         Cold: the script can't run in a worker; no part of it has run.
@@ -219,7 +223,7 @@ def _accepted(command: Command) -> _Worker:
         if number not in _PLAIN and signal.getsignal(number) == signal.SIG_IGN
     ]
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:  # before signals are blocked: that call runs handlers as well, which may raise
+    try:  # includes the call that blocks signals: it runs handlers, which may raise
         signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(Gone):
@@ -292,7 +296,7 @@ def _send_request(
 
 
 def _await_acceptance(connection: socket.socket, inbox: wire.Inbox) -> signal.struct_siginfo | None:
-    """Waits until a worker is forked. Returns the signal that has come with the acceptance, if any.
+    """Waits until a worker is forked. Returns the signal that came before the acceptance was read, if any.
 
     Raises:
         Gone: the server has ended, or gave way to another server, before it accepted the request.
@@ -318,7 +322,7 @@ def _await_acceptance(connection: socket.socket, inbox: wire.Inbox) -> signal.st
             connection.shutdown(socket.SHUT_RDWR)  # what it has sent before can still be read
             is_late, info = True, None
             continue
-        info = signal.sigtimedwait(_HEARD, _LOOK_S)  # looked at after what the server has said before it
+        info = signal.sigtimedwait(_HEARD, _LOOK_S)  # handled after messages that came before it
 
 
 def _follow(worker: _Worker) -> int:
@@ -348,13 +352,13 @@ def _read(inbox: wire.Inbox) -> bool:
     """Reads the bytes that have come; False once the server is gone, and only then."""
     with contextlib.suppress(
         OSError
-    ):  # nothing has come, or the kernel lacks memory: the next look tries again
+    ):  # nothing has come, or the kernel lacks memory: the next call tries again
         return inbox.read()
     return True
 
 
 def _heed(info: signal.struct_siginfo | None) -> None:
-    """Ends by a signal that has come while no worker could take it, unless it is ignored."""
+    """Ends this process by a signal that came while there was no worker, unless the signal is ignored."""
     if info is None or info.si_signo == signal.SIGIO:
         return
     if signal.getsignal(info.si_signo) != signal.SIG_IGN:
@@ -362,7 +366,7 @@ def _heed(info: signal.struct_siginfo | None) -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """Ends like the worker."""
+    """Ends this process with the worker's exit code, or by the same signal."""
     if os.WIFSIGNALED(status):
         _die_by(os.WTERMSIG(status))
     os._exit(os.WEXITSTATUS(status))

@@ -1,4 +1,4 @@
-"""What the command and its fork servers agree on: messages on a stream socket, and the name of a server.
+"""The protocol of the command and its fork servers: messages on a stream socket, and the name of a server.
 
 A message is one JSON object after its length; descriptors travel with its first byte. Nothing is ever
 unpickled. Both ends check that the other is of the same user before a message is read.
@@ -58,7 +58,7 @@ def send(connection: socket.socket, message: Mapping[str, object], descriptors: 
     body = json.dumps(message).encode()
     data = _LENGTH.pack(len(body)) + body
     sent = socket.send_fds(connection, [data], descriptors) if descriptors else 0
-    if left := data[sent:]:  # nothing is sent as well, and the other end may be gone once it has all
+    if left := data[sent:]:  # sending no bytes fails if the other end, which has all, is gone
         connection.sendall(left)
 
 
@@ -130,7 +130,7 @@ _NAMESPACES = [f"/proc/self/ns/{name}" for name in ("cgroup", "ipc", "mnt", "net
 _RIGHTS = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp")
 
 STANDBY = "standby"
-"""In place of a job, for a server that was started before its job."""
+"""In place of the job in the name of a server that was started before its job."""
 
 
 def is_of_a_worker(name: str) -> bool:

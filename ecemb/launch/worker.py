@@ -40,8 +40,8 @@ def become(
     Args:
         request: as `stub` sends it.
         sent: the descriptors that came with it: the folder's, and those that it names. They are closed.
-        server: process that this one was forked from; all that it alone had open is closed already.
-        changed: variables that imports have set, or removed (None), as they would have done here.
+        server: id of the process that this one was forked from; its own descriptors are closed already.
+        changed: environment variables that imports have set, or removed (None), as they would have done here.
         torch_seed: the random seed with which torch was imported; None if it was not.
     """
     os.setsid()
@@ -138,7 +138,7 @@ def _stream(descriptor: int, name: str, like: Any, *, unbuffered: bool) -> Any:
 
 
 def _seed_anew(torch_seed: int | None) -> None:
-    """Seeds each generator randomly that starts with a random seed; a constant seed of torch's stays."""
+    """Seeds randomly each generator that starts with a random seed; a seed that imports gave torch stays."""
     random.seed()  # every fork does so, unless an import has changed that
     modules = sys.modules
     if "numpy.random" in modules:
@@ -152,7 +152,7 @@ def _seed_anew(torch_seed: int | None) -> None:
 
 
 def _renew_library() -> None:
-    """Replaces what Python's library has noted of the server's process when it was imported."""
+    """Replaces values that Python's library has kept of the server's process since its import."""
     main_thread: Any = threading.main_thread()
     main_thread._set_native_id()  # os.fork() renews it from Python 3.12 on
     module: Any = logging
