@@ -53,12 +53,12 @@ def arenas_of(options: argparse.Namespace) -> list[Found]:
 
 
 def rank_of(found: Found) -> int | None:
-    """The logical rank that an arena belongs to; None if it doesn't say."""
+    """The logical rank that an arena belongs to; None if its header can't be read."""
     return found.header.constants.rank if found.header else None
 
 
 def printed(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], table: str) -> str:
-    """What a look at arenas prints: JSON, their table, or the line that stands for an empty one."""
+    """The text that a command prints for arenas: JSON, their table, or a line that says there are none."""
     if options.json:
         return json.dumps(rows, indent=2)
     whose = f" and job {options.job!r}" if options.job else ""
@@ -117,11 +117,11 @@ def _remove(chosen: Iterable[Found | Path], *, force: bool) -> int:
 
 
 def _row(found: Found) -> dict[str, Any]:
-    """One arena as `ls` shows it; None where its header does not say.
+    """One arena as `ls` shows it; None for values that its header doesn't have.
 
     `state` is "torn" or "damaged" if the header can't be read, and `damage` says why. `pid` is the process
     that holds the arena, else the last one that attached, unless that one has closed it; `alive` says whether
-    one holds it. `joined` is the last generation that it was a member of.
+    a process holds it. `joined` is the last generation that the arena was a member of.
     """
     header = found.header
     return {

@@ -1,7 +1,7 @@
 """`python -m ecemb check`: runs a script up to its `protect`, and writes down what that call would protect.
 
-Owns the processes of the run, where no launcher has started them, and the text of a survey. Imports
-torch.distributed, and what takes it along, only when the command runs.
+Owns the processes of the run, if no launcher has started them, and the text of a survey. Imports
+torch.distributed, and modules that import it, only when the command runs.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ CODES = (Code(2, 1), Code(3, 1), Code(4, 3), Code(8, 7), Code(6, 4), Code(10, 8)
 """The codes that are compared by default."""
 _SHOWN_CODES = 4
 MOST_RANKS = 1 << 20
-"""Of a job: the computation for more would take minutes."""
+"""Most ranks of a job: the computation for more would take minutes."""
 SPARE = 1.25
 """Journals and inbox grow by a quarter at a time (`Arena.reserve`)."""
 
@@ -212,8 +212,8 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     """Computes the estimate of one code.
 
     - memory: r/k of the tables for parity; journals and inbox hold a step's rows and their numbers 1 + r
-      times; they reserve up to `SPARE` times that; two copies of r + 1
-      slices of replicated state, of as many as there are ranks.
+      times, and reserve up to `SPARE` times that; replicated state is in one slice per rank, and each rank
+      has two copies of r + 1 slices.
     - bytes: each touched row goes to r keepers, with its number.
     - overhead: those bytes over the rank's part of its host's network; memory traffic of 5 times the touched
       rows and 3 times the bytes that keepers receive; and `message_rounds` messages, one after the other.
@@ -334,7 +334,7 @@ RARE = 0.01
 """Below this, the probability for more than r + 1 hosts is the sum over their (r + 1)-subsets, without
 samples."""
 MOST_SETS = 1 << 20
-"""More places than this for r + 1 hosts all count as different, which is an upper bound."""
+"""Most places for r + 1 hosts that are compared; if there are more, all count as different (upper bound)."""
 FOLLOWING = 3
 """Most hosts that are lost one after another during one recovery; the probability of more is neglected."""
 

@@ -73,7 +73,7 @@ def _add_number(
     whole: bool = False,
     **shown: Any,
 ) -> None:
-    """Adds an option for an attribute of a `Job`, in a unit of its own; without it, the default counts."""
+    """Adds an option for an attribute of a `Job`, in the option's own unit; `Job` has the other defaults."""
     low, high = least / unit, _MOST / unit
     from_to = "above 0, at most" if 0 < low < 1 else f"from {low:g} to"
     rule = f"a {'whole ' if whole else ''}number {from_to} {high:g}"

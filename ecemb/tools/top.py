@@ -79,7 +79,7 @@ class Recovery:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One arena; None where its header does not say.
+    """One arena; None for values that its header doesn't have.
 
     Attributes:
         job: From the folder's name.
@@ -90,7 +90,7 @@ class Line:
         step: The first step that is not committed.
         behind: Steps that the job's furthest rank on this machine has committed and this rank hasn't.
         open: Steps whose changes are not in parity: the one in flight, and those of an open window.
-        lacking_bytes: Rows and parity that it lacks while they are rebuilt beside training; else 0.
+        lacking_bytes: Bytes of its rows and parity that are still to be rebuilt, beside training; else 0.
         parity_age_s: Seconds since the last commit.
         size_bytes: Memory in use.
         pid: The process that holds the arena.
@@ -186,7 +186,7 @@ def watch(look: Callable[[], Sequence[Line]], title: str, interval_s: float, *, 
     """Shows lines in the terminal until Ctrl-C.
 
     Args:
-        look: Returns the lines of now.
+        look: Returns the present lines.
         title: Text above the lines.
         interval_s: Seconds between two looks.
         console: A console of rich; None for the terminal.
