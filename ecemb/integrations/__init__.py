@@ -1,4 +1,4 @@
-"""What other libraries show or call: TensorBoard and Prometheus (`metrics`), PyTorch Lightning (`lightning`).
+"""Adapters for other libraries: TensorBoard and Prometheus (`metrics`), PyTorch Lightning (`lightning`).
 
 Nothing else of ecemb imports these modules, and they import their libraries when they are used.
 """

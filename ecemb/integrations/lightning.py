@@ -18,9 +18,9 @@ Lightning's place in the training (epochs, batches, optimizer steps), its learni
 scaler of its precision are state of the guard: a restart continues after the last committed step, even in the
 middle of an epoch. `pip install 'ecemb[lightning]'`.
 
-Tables' gradients are summed over the ranks, and DistributedDataParallel averages dense ones: a mean over the
-global batch there is N times as large here. Keep tables on the CPU: Lightning moves its module before the
-guard is made, and back at the end of the fit.
+Tables' gradients are summed over the N ranks, and DistributedDataParallel averages dense ones: if each rank's
+loss is a mean over its batch, tables' gradients are N times those of the mean over the global batch. Keep
+tables on the CPU: Lightning moves its module before the guard is made, and back at the end of the fit.
 
 Must not know: how a guard works.
 """
@@ -47,7 +47,7 @@ from ..state.rank_state import Stateful, objects_of
 __all__ = ["Protection"]
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # one library under two names
-_BY_EPOCHS = "GradientAccumulationScheduler"  # of either
+_BY_EPOCHS = "GradientAccumulationScheduler"  # in either package
 
 
 def _callback() -> Any:
@@ -207,7 +207,7 @@ class Protection(_Callback):
             )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Lightning's hook: the batch has begun the step.
+        """Lightning's hook: checks that the batch was drawn in a step.
 
         Raises:
             ConfigurationError: the batch is from another loader.
@@ -218,21 +218,21 @@ class Protection(_Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Lightning's hook: the step commits, unless more gradients are added to this batch's."""
+        """Lightning's hook: commits the step, unless further batches' gradients are accumulated in it."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
         self._commit()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning's hook: a fit that was stopped during an accumulation leaves its step here.
+        """Lightning's hook: commits the open step of a fit that was stopped during an accumulation.
 
-        Its gradients update nothing, as without protection.
+        The step's gradients update nothing, as without protection.
         """
         if self._is_open:
             self._commit()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Lightning's hook: the current step is undone."""
+        """Lightning's hook: undoes the current step."""
         self._is_open = False
         self._step.__exit__(type(exception), exception, exception.__traceback__)
 
@@ -291,13 +291,13 @@ class Protection(_Callback):
                 )
 
     def _commit(self) -> None:
-        """Leaves the step."""
+        """Ends the step, which commits it, and keeps the generators' states."""
         self._is_open = False
         self._step.close()
         self._drawn = rank_state.process_states()
 
     def _place(self) -> int:
-        """Index in its epoch of the next batch."""
+        """Index of the next batch in its epoch."""
         return 0 if self._progress is None else self._progress.place
 
     def _draw(self) -> Any:
@@ -336,7 +336,7 @@ class _Progress:
 
     Attributes:
         trainer: the Trainer.
-        runs: whether batches are drawn: from then on Lightning keeps the place itself, also after an undo.
+        runs: whether a batch was drawn: from then on Lightning keeps the place itself, also after an undo.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -360,7 +360,7 @@ class _Progress:
         """Sets Lightning to the place.
 
         Raises:
-            ConfigurationError: the place is in epochs of another length.
+            ConfigurationError: another number of ranks saved the place, whose epochs have another length.
         """
         if state["ranks"] != self.trainer.world_size:
             raise ConfigurationError(
@@ -388,5 +388,5 @@ class _Progress:
         if batch.is_last_batch and batch.current.completed < batch.current.processed:
             batch.increment_completed()
             loop.epoch_loop._batches_that_stepped += 1
-        loop.restarting = True  # looks at the counters
+        loop.restarting = True  # makes it continue from the counters
         loop.epoch_loop.restarting = halfway  # max_steps would prevent it

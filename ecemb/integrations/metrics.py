@@ -166,13 +166,13 @@ class Prometheus:
 
 
 class _Collector:
-    """The object that prometheus_client asks at each scrape."""
+    """A collector of prometheus_client, which calls `collect` at each scrape."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
 
     def collect(self) -> Iterator[Any]:
-        """All metrics of now."""
+        """All metrics with their present values."""
         from prometheus_client import core
 
         stats = self._guard.stats()
