@@ -1,7 +1,7 @@
 """The Guard: `ecemb.protect` returns it, and a training script talks to nothing else.
 
-Owns the line that rank 0 says at the end of a process that has not closed its job: its memory stays. A
-process that torchrun is about to start again leaves it out, and so does one that is killed.
+Owns the line that rank 0 logs at the end of a process that has not closed its job: the job's memory stays. A
+process that torchrun is about to start again doesn't log it, nor does a process that is killed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Guard:
         self._failed: str | None = None
         self._cause: str | None = None  # of the failure, if another rank caused it
         self._remaining = Remaining(session, opened.memory.arena)
-        self._closed = ""  # why it takes no more, if it is closed
+        self._closed = ""  # why it takes no more calls, if it is closed
         self._steps = self._aborted = 0
         self.recovery: RecoveryReport = opened.report
         self._optimizers = training.optimizers
@@ -155,8 +155,8 @@ class Guard:
     def wait_rebuilt(self) -> None:
         """Waits until this rank has all rows and parity; at once, unless they are rebuilt in the background.
 
-        Between steps. What reads whole tables waits by itself: `save`, `scrub`, `close`, `leave`, and
-        `state_dict()` of the model. Call it before anything else reads them, such as `table.weight`.
+        Between steps. `save`, `scrub`, `close`, `leave` and `state_dict()` of the model, which read whole
+        tables, wait by themselves. Call it before other reads of whole tables, such as of `table.weight`.
 
         Raises:
             UsageError: a step is open, or the guard is closed.
@@ -170,7 +170,7 @@ class Guard:
         """Declares, inside a step, that rows of a table are about to be written by hand.
 
         All rows at once take as much memory as the table, and 8 bytes a row, in the arena's journal, once in
-        a transaction. The journal grows by a quarter at most beyond that, and keeps it for later steps. Rows
+        a transaction. The journal grows by a quarter at most beyond that, and stays as large. Rows
         are copied in chunks of at most 16 MiB. The commit needs as much again for their deltas, and r/k of it
         on the ranks that keep their parity.
 
@@ -187,10 +187,10 @@ class Guard:
     def batches(self, loader: Any, *, order_may_change: bool = False) -> Batches:
         """Batches of a loader, epoch after epoch, whose position is committed with each step.
 
-        Call `next(batches)` inside the step any number of times; it never ends. After a restart it continues
-        with the batch after the last committed one, even if workers had read ahead: no sample is lost or
-        repeated, and the order is that of a run without a failure. Call `batches` after `protect`, outside of
-        a step, once for each loader, in the same order at each start.
+        Call `next(batches)` inside the step any number of times; the iterator never ends. After a restart it
+        continues with the batch after the last committed one, even if workers had read ahead: no sample is
+        lost or repeated, and the order is that of a run without a failure. Call `batches` after `protect`,
+        outside of a step, once for each loader, in the same order at each start.
 
         `batches.epoch` is the epoch of the last batch; each epoch begins with a call of set_epoch() of the
         sampler (and of dataset and loader). A restart costs, by kind of loader:
@@ -230,29 +230,30 @@ class Guard:
     def scrub(self, fraction: float = 1.0) -> ScrubReport:
         """Compares parity with all rows, or with the next part of them, and repairs rotten memory. All ranks.
 
-        Between steps. Every bit of the rows, of rank state and of parity counts; a cursor goes around, so
-        that 1 / fraction calls compare everything. With r >= 2 the one block that is wrong in a word is found
-        and its words are put right; otherwise nothing is written, and the report names the suspects:
+        Between steps. Compares every bit of the rows, of rank state and of parity; a cursor goes around, so
+        that 1 / fraction calls compare everything. With r >= 2, if one block is wrong in a word, it is found
+        and the word is repaired; otherwise nothing is written, and the report names the suspects:
 
         - r = 1 finds that a word is wrong, and not in which block: all blocks of the stripe are suspects.
-        - r = 2 repairs one wrong block in each word. Two in the same byte of a stripe may look like a third:
-          (n - 2) / 255 of such pairs would be "repaired" in the wrong place. r >= 3 doesn't fall for that.
+        - r = 2 repairs one wrong block in each word. Two wrong blocks in the same byte of a stripe may look
+          like one error in a third block: (n - 2) / 255 of such pairs would be "repaired" in the wrong
+          place. r >= 3 excludes that.
 
         Writes past torch, such as `weight.data[i] = x` or through numpy, look like rot: with r >= 2 they are
-        taken back, and reported. Detected undeclared writes raise here as in a step. Scrub often: repairs are
-        bit by bit. If a step has changed the row since, a flipped bit is flipped back in the row as it is
-        now, but a row that was overwritten, then trained, ends as neither of the two.
+        taken back, and reported. Detected undeclared writes raise here as in a step. Scrub often: a repair
+        flips wrong bits back. If a step has changed the row since the fault, that is right for a flipped bit;
+        a row that was overwritten by hand and then trained gets neither the written nor the trained values.
 
         Args:
             fraction: part of all words to compare in this call, above 0 and at most 1.
 
         Returns:
-            What was found, the same on all ranks.
+            The report, the same on all ranks.
 
         Raises:
             UsageError: a step is open, the guard is closed, the ranks call it differently, or this is a
                 job of one rank, which has no parity.
-            ConfigurationError: no such fraction.
+            ConfigurationError: the fraction is out of range.
             StepFailed: a step failed; the guard takes no more.
             UndeclaredWrite: a protected table was written without being declared.
             PeerFailure: a peer died or failed; what was repaired until then stays so.
@@ -262,7 +263,7 @@ class Guard:
         self._background.ensure_all()
         report = self._scrubber.scrub(fraction, self._tables.check, self._tables.verify)
         if report.repaired_words:
-            self._saver.mark_all_dirty()  # what was stored may be rotten
+            self._saver.mark_all_dirty()  # stored rows may be rotten
         return report
 
     @placed
@@ -366,8 +367,8 @@ class Guard:
     def asked_to_leave(self) -> bool:
         """Whether `python -m ecemb move` asks the job, on any of its hosts, to leave. All ranks.
 
-        Between steps. It commits those that have ended, and each rank sends a message to each other one: call
-        it every 100 steps, for example. If it is True, call `leave`, and end the script.
+        Between steps. The call commits the steps that have ended, and each rank sends a message to each other
+        rank: call it every 100 steps, for example. If it is True, call `leave`, and end the script.
 
         Returns:
             The same on all ranks.
@@ -425,7 +426,7 @@ class Guard:
             logger.warning("the arena stays: %s", error)
 
     def _release(self, why: str) -> None:
-        """Ends what belongs to the guard in this process; `why` says what has become of the job."""
+        """Ends the guard's hooks, threads and connections; later calls raise an error with `why`."""
         self._sigterm.stop()
         self._remaining.forget()
         self._tables.unwatch()
@@ -474,7 +475,7 @@ class Guard:
             raise
 
     def _fail(self, number: int, error: BaseException) -> None:
-        """Undoes the step that is open, and takes no more."""
+        """Undoes the open step; the guard then takes no more steps. Does nothing if no step is open."""
         if not self._is_open():
             return
         self._failed = f"step {number} failed ({type(error).__name__}: {short(error, 1000)})"
@@ -486,7 +487,7 @@ class Guard:
         self._transactions.undo(error)
         try:
             if isinstance(error, UndeclaredWrite):
-                self._tables.put()  # it may have been any row
+                self._tables.put()  # any row may have been written
             else:
                 self._tables.put_back()
         except Exception as failed:  # noqa: BLE001 - the step's error is the cause, and has to be raised
@@ -529,32 +530,32 @@ def protect(
     `guard.next_step` - 1.
 
     Args:
-        model: the whole model; what is not a protected table must be the same on all ranks. Before,
-            wrap it in TorchRec's DistributedModelParallel, or dense parts alone in DistributedDataParallel.
+        model: the whole model; all of it but protected tables must be the same on all ranks. Wrap it before
+            in TorchRec's DistributedModelParallel, or dense parts alone in DistributedDataParallel.
         optimizers: all optimizers of the training, or the only one; those of dense parameters are the same on
             every rank, with the same options. Tables need torch.optim.SGD, Adagrad or SparseAdam (TorchRec's:
             its fused SGD, row-wise Adagrad or Adagrad). TorchRec's combined optimizers are taken apart.
         tables: further tables, sharded by hand: nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)
             by a key of your choice. Ranks need not hold the same ones.
         code: the (n, k) code; n at most the number of ranks. A list has codes by preference: the first that
-            fits counts. A function of the number of ranks returns one of the two.
+            fits counts. Or a function of the number of ranks that returns a code or a list.
         state: schedules, counters and the like of this rank, with state_dict() and load_state_dict(), by
-            name. One alone will do, and so will a list in a fixed order where no two are of one class.
+            name. Or one such object, or a list in a fixed order without two objects of one class.
         without_optimizer: parameters, or modules, with requires_grad=True that no optimizer changes: frozen
-            ones, and those that the script writes inside the step. All others need one of `optimizers`.
+            ones, and those that the script writes inside the step. All other parameters need an optimizer.
         window: number of steps that are committed together: a row that several of them change is sent once,
             and at most this many steps are run again after a failure. "auto" measures the first steps, and
             picks the number with which commits and steps run again cost least (Young's formula); it picks
-            again when a commit or a step takes half as long again, or half as long. Windows are shorter where
+            again when a commit or a step takes half as long again, or half as long. Windows are shorter if
             the rows that they change have no room.
-        mtbf: mean time between failures of the whole job, for "auto"; as published, 60 days / hosts.
-        max_replay: most time of steps that a failure takes back, for "auto": a timedelta, or seconds.
-        overlap: whether a thread commits beside the steps that follow, which may be run again as well.
+        mtbf: mean time between failures of the whole job, for "auto"; None: 60 days / hosts, as published.
+        max_replay: longest time of steps that a failure may undo, for "auto": a timedelta, or seconds.
+        overlap: whether a thread commits while the next steps run; a failure may undo these as well.
         failure_domain: "host": any r lost hosts are survived, or an error names codes that fit; "rank":
             any r lost ranks; "auto": hosts if there are enough, else ranks, with a warning.
-        parity_backend: what deltas go over: "tcp", from host memory over connections of the ranks' own, or
-            "nccl" (and rows, where parity is made or checked), through each rank's current CUDA device; not
-            with `overlap`.
+        parity_backend: the transport of deltas: "tcp", from host memory over the ranks' own connections, or
+            "nccl", through each rank's current CUDA device, also for rows when parity is made or checked;
+            not with `overlap`.
         compare_every: commits between two comparisons of dense state among the ranks, by checksum.
         resume: folder that `Guard.save` saves to (or a CheckpointReader). A fresh start begins at its newest
             checkpoint, with any number of ranks, and so does a job that has lost more memory than the code
@@ -569,12 +570,12 @@ def protect(
         elastic: whether the job goes on with another number of ranks, from memory: rows, their optimizer's
             state and dense state exactly, the rest as from a checkpoint. Hosts need room for old and new
             arenas at once. Tables sharded by hand need `shards`, also in the launch before.
-        shards: where this rank's rows of a table that is sharded by hand stand, by its key in `tables`: the
-            whole table's row at which they begin, and its number of rows. With it, another number of ranks
-            can go on with the table, by `resume` or `elastic`.
-        rebuild: "blocking": training waits until lost rows are rebuilt. "background": it begins at once; a
-            replacement rank waits for the rows that a batch needs, and gets the others meanwhile. Until it
-            has all, its memory counts as lost.
+        shards: the place of this rank's rows in a table that is sharded by hand, by its key in `tables`: the
+            whole table's row at which they begin, and the whole table's number of rows. With it, another
+            number of ranks can go on with the table, by `resume` or `elastic`.
+        rebuild: "blocking": training waits until lost rows are rebuilt. "background": training begins at
+            once; a replacement rank waits for the rows that a batch needs, and receives the others meanwhile.
+            Until it has all rows, its memory counts as lost.
 
     Returns:
         The guard.
@@ -586,7 +587,7 @@ def protect(
         ConfigurationError: an argument breaks a rule; also UnsupportedTable, UnsupportedOptimizer,
             PlacementError.
         LayoutMismatch: the job was started with another model or code.
-        RendezvousError: it was started with another number of ranks, and `elastic` is not set.
+        RendezvousError: the job was started with another number of ranks, and `elastic` is not set.
         NotEnoughSpace: the arena doesn't fit.
         RecoveryError: the job can't go on: TooManyErasures, StateLost, JobFinished, InconsistentArenas.
         CheckpointError: what `resume` or `transfer` names can't be read, isn't safe, or doesn't fit; the
@@ -633,7 +634,7 @@ def protect(
 
 
 class Remaining:
-    """Says at the end of this process what stays of the job, unless `forget` has been called.
+    """Logs at the end of this process that the job's memory stays, unless `forget` has been called.
 
     Args:
         session: this process's.
@@ -641,19 +642,19 @@ class Remaining:
     """
 
     def __init__(self, session: Session, arena: Arena) -> None:
-        # Of the session the values alone: what exit handlers hold lives as long as the process, and the
-        # session holds connections.
+        # Keeps values of the session, not the session, which has connections: exit handlers keep their
+        # objects until the process ends.
         self._job, self._hosts, self._directory = session.job, session.hosts, session.directory
         self._arena, self._pid = arena, os.getpid()
         self._activity = session.activity
-        self._unsaid = threading.Lock()  # taken by the thread that says it
+        self._unsaid = threading.Lock()  # acquired by the thread that logs the line
         self._say_of_a_failed_process = partial(self._say, is_failed=True)
         if session.rank == 0:
             atexit.register(self._say)
             before_hard_exit(self._say_of_a_failed_process)
 
     def forget(self) -> None:
-        """Nothing stays: the job is closed, or has left."""
+        """Cancels the line: the job is closed or has left, so that no memory stays."""
         atexit.unregister(self._say)
         forget(self._say_of_a_failed_process)
 

@@ -1,6 +1,6 @@
 """An embedding bag whose rows are sharded over the ranks of a process group.
 
-Owns `ShardedEmbeddingBag`: the way of ids to the rows' owners, of rows back, and of gradients to the owners.
+Owns `ShardedEmbeddingBag`: the exchange of ids, rows and gradients between asking ranks and the rows' owners.
 
 Invariant: the result of a lookup or its backward depends only on the inputs of all ranks. Every sum is taken
 in a fixed order (on the asking rank by position in the batch, on the owner by rank), never in order of
@@ -24,15 +24,15 @@ from .errors import ConfigurationError, UsageError
 
 __all__ = ["ShardedEmbeddingBag"]
 
-# Rows that are initialised from one seed. Whole blocks of the table are drawn, regardless of shards' begins,
-# so that initial values don't depend on the number of ranks.
+# Rows of a block, which is initialised from one seed. Whole blocks of the table are drawn, regardless of
+# shards' begins, so that initial values don't depend on the number of ranks.
 _INIT_ROWS = 4096
 
 # A rank's verdict on its input, sent with the count of ids that it asks for and the facts of its table.
 _FINE, _OUT_OF_RANGE, _REFUSED = 0, 1, 2
 
 _MODES = ("sum", "mean")
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # all others share one code
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # others are sent as one number
 
 ALIKE = "build the table with the same arguments on all ranks"
 
@@ -299,7 +299,7 @@ class ShardedEmbeddingBag(nn.Module):
         )
 
     def _numbers(self) -> list[int]:
-        """`facts_of` this table, as numbers."""
+        """`facts_of` this table as 4 numbers, which ranks can send."""
         dtype, mode = self.weight.dtype, _MODES.index(self.mode)
         known = _DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES)
         return [self.num_embeddings, self.embedding_dim, known, mode]
@@ -308,7 +308,7 @@ class ShardedEmbeddingBag(nn.Module):
         """Raises ConfigurationError, on all ranks, if the ranks have built different tables.
 
         Args:
-            facts: each of `_numbers`, by rank.
+            facts: for each of `_numbers`, its values by rank.
         """
         shown = [str(dtype).removeprefix("torch.") for dtype in _DTYPES] + ["another type"]
         names: list[Sequence[Any] | None] = [None, None, shown, _MODES]
@@ -351,12 +351,12 @@ class ShardedEmbeddingBag(nn.Module):
 
 
 class _Route(NamedTuple):
-    """The requests of one lookup; carries rows to the ranks that asked, and their gradients back."""
+    """The rows that one lookup exchanges: sent to the ranks that asked; their gradients come back."""
 
     group: dist.ProcessGroup | None
     asked: list[int]  # rows that this rank asks of each rank
     wanted: list[int]  # rows of this shard that each rank asks for
-    local_ids: Tensor  # which: int64 [sum(wanted)] in the shard, by rank; each rank's are distinct
+    local_ids: Tensor  # their ids in the shard, int64 [sum(wanted)], by rank; a rank's are distinct
 
 
 class _FetchRows(torch.autograd.Function):
