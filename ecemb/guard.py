@@ -85,7 +85,7 @@ class Guard:
             self._sigterm.listen()
         self._scrubber = Scrubber(opened.memory, transport)
         self._failed: str | None = None
-        self._cause: str | None = None  # of the failure, if another rank caused it
+        self._cause: str | None = None  # the failure's cause, if another rank caused it
         self._remaining = Remaining(session, opened.memory.arena)
         self._closed = ""  # why it takes no more calls, if it is closed
         self._steps = self._aborted = 0
@@ -358,7 +358,7 @@ class Guard:
             self._saver.finish()  # only now: from an arena that is LIVE, a restart might train on
             self._transport.barrier("the removal of the arenas")
             self._remove_arena()
-        except PeerFailure as error:  # it may not have finished: the tombstone stays
+        except PeerFailure as error:  # the peer may not have finished: the tombstone stays
             path = self._memory.arena.path
             logger.warning("a peer ended while the job was closed, so %s stays: %s", path, error)
         self._release("the job is finished; train again under another job=")
@@ -460,7 +460,7 @@ class Guard:
 
     def _undone(self, step: Step, ranks: list[int]) -> None:
         step.aborted, self._aborted = True, self._aborted + 1
-        self._failed = f"the abort of step {step.number} was interrupted"  # unless:
+        self._failed = f"the abort of step {step.number} was interrupted"  # cleared below, unless it is
         self._tables.take_back()
         self._failed = None
         level = logging.WARNING if self._session.rank == 0 else logging.DEBUG

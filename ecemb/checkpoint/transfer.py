@@ -302,7 +302,7 @@ class Taking:
 def examine(
     transfer: Transfer, stored: Stored, tables: Sequence[Sequence[Any]], everywhere: Collection[str]
 ) -> tuple[Taking, list[str]]:
-    """What this rank would read, and everything that doesn't fit.
+    """Finds the stored values that this rank would read, and everything that doesn't fit.
 
     Args:
         transfer: what the user asks for.

@@ -56,7 +56,7 @@ def _no_marks(index: int, rows: torch.Tensor) -> None:
 
 @dataclasses.dataclass
 class Hooks:
-    """The calls that tables make to their guard or listener.
+    """The functions of a guard or a listener that tables call.
 
     Attributes:
         capture: called with a table's index and the rows (int64 [m], in any order, repeats allowed) about to
@@ -118,7 +118,7 @@ class Untied:
 
 
 class EngineTable:
-    """One table shard of this rank, as an engine shows it.
+    """One table shard of this rank, as an engine describes it.
 
     Args:
         layout: of the shard, in bytes.

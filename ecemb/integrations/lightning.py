@@ -332,7 +332,7 @@ class _Loader:
 
 
 class _Progress:
-    """Lightning's own place: the part of its checkpoints besides model and optimizers.
+    """Lightning's place in the training: the part of its checkpoints besides model and optimizers.
 
     Attributes:
         trainer: the Trainer.
@@ -388,5 +388,5 @@ class _Progress:
         if batch.is_last_batch and batch.current.completed < batch.current.processed:
             batch.increment_completed()
             loop.epoch_loop._batches_that_stepped += 1
-        loop.restarting = True  # makes it continue from the counters
-        loop.epoch_loop.restarting = halfway  # max_steps would prevent it
+        loop.restarting = True  # this setter decides by the counters, and sets the epoch's loop as well
+        loop.epoch_loop.restarting = halfway  # with max_steps, that setter always sets True

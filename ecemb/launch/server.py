@@ -142,8 +142,8 @@ class Server:
         self._retired = False
         self._asked_to_end = False  # by a signal
         self._since = time.monotonic()
-        self._resting: dict[int, float] = {}  # descriptor -> when it is served again, after an error
-        self._complaint = ""  # the last one in the log
+        self._resting: dict[int, float] = {}  # descriptor -> when it is polled again, after an error
+        self._complaint = ""  # the last logged error; see `_complain`
         self._listener = socket.socket(fileno=LISTENER)
         self._listener.setblocking(False)
         self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -429,7 +429,7 @@ class Server:
         try:
             said = [] if self._used else self._said
             wire.send(client.connection, {"what": "accepted", "server": server, "pid": pid, "said": said})
-            with contextlib.suppress(BrokenPipeError):  # it was killed; its end will be noticed
+            with contextlib.suppress(BrokenPipeError):  # it was killed; `_reap` will find it
                 os.write(opener, b"1")
         finally:
             _close(opener)
@@ -494,7 +494,7 @@ class Server:
         if self._retired:
             return
         self._retired = True
-        # If it fails, a name without a server does no harm.
+        # A failure leaves the socket's name without a server, which does no harm.
         with contextlib.suppress(Cold, OSError, ValueError), self._without_spare(), locked(FOLDER, _LEAVE_S):
             inode = os.stat(f"{self._name}.sock", dir_fd=FOLDER, follow_symlinks=False).st_ino
             if inode == self._config["inode"]:  # else the name is another server's by now
