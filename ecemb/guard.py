@@ -242,7 +242,7 @@ class Guard:
         Writes past torch, such as `weight.data[i] = x` or through numpy, look like rot: with r >= 2 they are
         taken back, and reported. Detected undeclared writes raise here as in a step. Scrub often: a repair
         flips wrong bits back. If a step has changed the row since the fault, that is right for a flipped bit;
-        a row that was overwritten by hand and then trained gets neither the written nor the trained values.
+        a row that was overwritten undeclared, then trained, gets neither the written nor the trained values.
 
         Args:
             fraction: part of all words to compare in this call, above 0 and at most 1.
@@ -542,7 +542,8 @@ def protect(
         state: schedules, counters and the like of this rank, with state_dict() and load_state_dict(), by
             name. Or one such object, or a list in a fixed order without two objects of one class.
         without_optimizer: parameters, or modules, with requires_grad=True that no optimizer changes: frozen
-            ones, and those that the script writes inside the step. All other parameters need an optimizer.
+            ones, and those that the script writes inside the step. All other parameters need one of
+            `optimizers`.
         window: number of steps that are committed together: a row that several of them change is sent once,
             and at most this many steps are run again after a failure. "auto" measures the first steps, and
             picks the number with which commits and steps run again cost least (Young's formula); it picks
