@@ -68,7 +68,7 @@ class Hooks:
         on_undeclared: called after an undeclared write is found, before UndeclaredWrite is raised.
         protects: whether undeclared changes are refused; else rows are only reported.
         ensure: waits until rows that are about to be read have arrived; called like `capture`. None if all
-            rows are there; becomes None once they are.
+            rows are there, and set to None, by any thread, once the last ones have arrived.
         ensure_all: the same for all rows of a table.
     """
 
@@ -206,7 +206,7 @@ class Places:
 
     def check(self, tensors: Sequence[object]) -> None:
         """Raises UndeclaredWrite unless each tensor, in the order of `keep`, still has its form."""
-        if list(map(_form, tensors)) != self._forms:  # fast, as each step does it for each table
+        if list(map(_form, tensors)) != self._forms:  # runs in each step for each table: has to be fast
             self._find(tensors)
 
     def check_addresses(self, tensors: Sequence[object]) -> None:

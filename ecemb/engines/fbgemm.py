@@ -70,7 +70,7 @@ class FusedTable(EngineTable):
         return None if self.in_groups else (self.first_row, self.rows)
 
     def alike(self) -> tuple[list[int], dict[str, Any]]:
-        """See `EngineTable.alike`. No rank must have the table: TorchRec's plan says which have a shard."""
+        """See `EngineTable.alike`. No ranks are required to have the table: TorchRec's plan says which do."""
         columns = [[column.name, column.dtype, column.row_bytes] for column in self.layout.columns]
         return [], {"num_embeddings": self.rows, "name, type and bytes of a row's parts": columns}
 
@@ -114,9 +114,9 @@ class Batch(Unit):
         self._joined = joined([table.layout for table in self.tables])[0].rows == self._first[-1]
 
     def _check_empty(self, where: str) -> None:
-        """Raises UnsupportedTable if a table without rows precedes one of another width, which is on the CPU.
+        """Raises UnsupportedTable if, on the CPU, a table without rows precedes one of another width.
 
-        FBGEMM takes the two for one table there.
+        FBGEMM treats the two as one table there.
         """
         behind: Any = None
         for config in reversed(self.configs if where == "host" else []):

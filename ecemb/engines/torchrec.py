@@ -414,7 +414,7 @@ class FusedTables(Engine[Batch]):
         for batch in collection.batches:
             for number, config in enumerate(batch.configs):
                 if (rows := evictions_per_table[config.name]) is not None:
-                    self.touch(batch.base + number, rows.cpu().numpy())  # TorchRec writes even no rows
+                    self.touch(batch.base + number, rows.cpu().numpy())  # written even if empty
 
     def _before_load(self, collection: Collection, *_: Any) -> None:
         if not self._hooks.is_open():
