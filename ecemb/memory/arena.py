@@ -3,9 +3,9 @@
     {arena_dir}/ecemb-{uid}/{job}/{host}/{arena id}.arena
 
 Owns the creation of these files, the claim on them, every store to the words of the header, and the memory of
-regions. A region grows from its front (`Arena.reserve`), or fills up in any order, backed page by page right
-before it is written (`Backing`). Pages are this machine's, counted in the file: a region may begin within one
-that is larger than the format's.
+regions. A region grows from its front (`Arena.reserve`), or is backed page by page in any order, right before
+each page is written (`Backing`). These are pages of this machine, numbered from the begin of the file: if
+they are larger than the format's pages, a region may begin within one.
 
 Invariants: an arena that is attached is locked by this process, and no other process writes to it; bytes are
 backed by memory before they are touched, so touching them can't fail.
@@ -48,11 +48,11 @@ class Arena:
     """One rank's memory, attached: locked, mapped, with its header checked.
 
     Made only by `create` or `attach`. The process holds it until `close`, or until the process ends in any
-    way. A forked child has neither the mapping nor the lock: there the arena is closed. What reads or writes
-    a closed one raises UsageError.
+    way. A forked child has neither the mapping nor the lock: there the arena is closed. Methods that read or
+    write a closed arena raise UsageError.
 
     Attributes:
-        path: path of its file.
+        path: path of the arena's file.
         constants: the part of the header that never changes.
     """
 
@@ -80,14 +80,14 @@ class Arena:
         *,
         state: State = State.INIT,
     ) -> Arena:
-        """Makes a new arena and attaches to it. Its bytes are 0, its words `NONE`.
+        """Makes a new arena and attaches to it. Its bytes are 0, its words as of `header.initial_words`.
 
-        The file is complete before its state is stored: an earlier crash leaves a torn creation, which counts
-        as lost. On an error the file is removed.
+        The word `state` is stored last, when the file is complete: a crash before leaves a torn creation,
+        which counts as lost. On an error the file is removed.
 
         Args:
             directory: a `Directory` of the constants' job.
-            constants: the constant part of the header; `arena_id` is new (`new_arena_id()`).
+            constants: the constant part of the header, with a new `arena_id` (`new_arena_id()`).
             reserve: region of the constants -> bytes to back by memory at once.
             state: INIT or REBUILDING.
 
@@ -117,10 +117,10 @@ class Arena:
 
     @classmethod
     def _fill(cls, path: Path, fd: int, constants: Constants, reserve: Mapping[str, int]) -> Arena:
-        """The whole creation except the last store."""
+        """Creates the arena in the new file `fd`, all but the last store, that of the word `state`."""
         payload = constants.encode()
         spans, total_bytes = headers.spans(constants, len(payload))
-        block_bytes = max(os.fstatvfs(fd).f_bsize, headers.PAGE_BYTES)  # huge pages need whole ones
+        block_bytes = max(os.fstatvfs(fd).f_bsize, headers.PAGE_BYTES)  # huge pages: only whole ones
         pieces = [(0, headers.CONSTANTS_OFFSET + headers.page_aligned(len(payload)))]
         for name, size_bytes in reserve.items():
             _check_capacity(path, name, size_bytes, spans[name][1])
@@ -143,13 +143,13 @@ class Arena:
         """Claims an arena that an earlier process left behind.
 
         Args:
-            found: from `Directory.scan`, or the path. A `Found` must still be the same file.
-            timeout_s: longest wait for the end of the process that holds it or held it last.
+            found: from `Directory.scan`, or the path. The path of a `Found` must still name the same file.
+            timeout_s: longest wait for the end of the process that holds the arena or held it last.
 
         Raises:
-            ArenaBusy: a living process still holds it, or this process holds it already.
+            ArenaBusy: a living process still holds the arena, or this process holds it already.
             ArenaDamaged: its header can't be read, or its file is truncated.
-            ArenaInsecure: as for `Directory`, or for the file.
+            ArenaInsecure: as for `Directory`, or the file belongs to another user or is open to others.
             ArenaError: the file is gone, or its path now names another file.
             ConfigurationError: the path is not that of an arena of this user.
         """
@@ -198,11 +198,11 @@ class Arena:
         return self._opened_words().item(_INDEX[word])
 
     def word(self, word: Word) -> NDArray[np.int64]:
-        """The memory of a word, int64 [1], mapped like that of `region`."""
+        """The memory of a word, int64 [1]: a view of the mapping, as `region` returns it."""
         return self._opened_words()[_INDEX[word] : _INDEX[word] + 1]
 
     def set(self, word: Word, value: int) -> None:
-        """Store a word: one aligned 8-byte store, that no compiler can move or split.
+        """Stores a word: one aligned 8-byte store, that no compiler can move or split.
 
         Raises:
             OverflowError: `value` is not an int64.
@@ -210,7 +210,7 @@ class Arena:
         self._opened_words()[_INDEX[word]] = value
 
     def check_open(self) -> None:
-        """Raise where the arena can't be used: after `close`, and in a forked child.
+        """Raises if the arena can't be used: after `close`, and in a forked child.
 
         Raises:
             UsageError: the arena is closed.
@@ -218,10 +218,10 @@ class Arena:
         self._opened_words()
 
     def join(self, generation: int, generation_id: int) -> None:
-        """Store that this arena is a member of `generation` (docs/protocol.md, 2).
+        """Stores that this arena is a member of `generation` (docs/protocol.md, 2).
 
-        Two words can't change at once. Between the stores the id is NONE, which `classify()` takes for
-        unknown: otherwise a crash there would look like one generation with two ids.
+        Two words can't change at once. Between the stores the id is NONE, which `classify` takes for unknown:
+        otherwise a crash between them would look like one generation with two ids.
 
         Raises:
             UsageError: the arena is closed.
@@ -264,7 +264,11 @@ class Arena:
         return self._opened_words().item(self._reserved_index[name])
 
     def filled(self, name: str, word: Word) -> NDArray[np.uint8]:
-        """The bytes of the region that are in use according to `word` of the header; a view as of `region`.
+        """The bytes of a region that are in use, uint8: a view as of `region`.
+
+        Args:
+            name: of the region.
+            word: the word of the header that counts them.
 
         Raises:
             ArenaDamaged: the word exceeds the reserved bytes.
@@ -290,9 +294,9 @@ class Arena:
     def reserve(self, name: str, size_bytes: int, *, spare_bytes: int = _GROWTH_BYTES) -> int:
         """Backs at least the first `size_bytes` of the region by memory.
 
-        Grows by at least a quarter or `spare_bytes`, if there is space, so that calls with slowly rising
-        sizes cost little; with `spare_bytes` 0 it takes no more than `size_bytes`. The region keeps its
-        content.
+        The region grows by at least a quarter or `spare_bytes`, if there is space, so that only few of many
+        calls with slowly rising sizes have to allocate; with `spare_bytes` 0 it grows to `size_bytes` and no
+        further. It keeps its content.
 
         Returns:
             The reserved bytes after the call.
@@ -325,13 +329,13 @@ class Arena:
                 if wanted == size_bytes:
                     raise
                 continue
-            # Stored after the memory is backed: a crash in between only loses this fact.
+            # Stored after the bytes are backed: a crash in between loses only the knowledge that they are.
             self._set_reserved(name, wanted)
             break
         return self.reserved(name)
 
     def back(self, name: str, runs: Iterable[tuple[int, int]]) -> None:
-        """Backs runs of a region's bytes by memory, whatever else of it is backed; see `Backing`.
+        """Backs runs of a region's bytes by memory, anywhere in the region; used by `Backing`.
 
         Args:
             name: of the region.
@@ -345,7 +349,7 @@ class Arena:
         capacity.back(self._fd, [(offset + start, stop - start) for start, stop in left], self.path)
 
     def mark_backed(self, name: str) -> None:
-        """Says that all of a region is backed."""
+        """Stores that all bytes of a region are backed: `reserved` is its capacity from then on."""
         self._set_reserved(name, self._span(name)[1])
 
     def close(self) -> None:
@@ -359,7 +363,7 @@ class Arena:
             private_files.unlock(self._fd)
 
     def is_named(self) -> bool:
-        """Whether its path still names the file. If not, the file lives only as long as this process."""
+        """Whether the path still names the arena's file. If not, the file ends with its last mapping."""
         return private_files.locate(self.path).names(self.path.name, self._inode)
 
     def remove(self) -> bool:
@@ -377,7 +381,7 @@ class Arena:
         return private_files.locate(self.path).unlink(self.path.name, self._inode)
 
     def _back(self) -> None:
-        """Backs all reserved bytes by memory: a copied file may have holes in place of zeros."""
+        """Backs all reserved bytes by memory again: a copy of a file may have holes in place of zeros."""
         pieces = [(at, headers.page_aligned(self.reserved(name))) for name, (at, _) in self._spans.items()]
         if os.fstat(self._fd).st_blocks * 512 < sum(length for _, length in pieces):
             capacity.back(self._fd, pieces, self.path)
@@ -454,15 +458,15 @@ Ids = NDArray[np.int64]
 
 
 class Promise:
-    """Bytes that this process takes later, in parts: checked now, and promised to no other process meanwhile.
+    """Memory that this process allocates later, in parts: checked now, and promised to no other process.
 
     Args:
-        size_bytes: their number.
+        size_bytes: bytes of the memory.
         path: for messages.
-        turn: as for `capacity.allocate`; it may be closed after this.
+        turn: as for `capacity.allocate`; the caller may close it afterwards.
 
     Raises:
-        NotEnoughSpace: they don't fit.
+        NotEnoughSpace: the bytes don't fit.
         ArenaBusy: as for `capacity.allocate`.
     """
 
@@ -483,10 +487,12 @@ class Promise:
             raise
 
     def take(self, size_bytes: int) -> None:
-        """Counts bytes as taken, right before they are; checks what is left again, slice by slice.
+        """Counts bytes as allocated; called right before their allocation.
+
+        Once for each slice, it checks again that there is memory for all bytes that are left.
 
         Raises:
-            NotEnoughSpace: other processes have taken what was promised here.
+            NotEnoughSpace: other processes have allocated memory that was promised here.
         """
         if self._checked_bytes - self._left_bytes >= capacity.SLICE_BYTES:
             self._check()
@@ -495,7 +501,7 @@ class Promise:
         self._claim.store(self._left_bytes, waiting=False)
 
     def end(self) -> None:
-        """Promises nothing any more."""
+        """Releases the bytes that are promised and not allocated. May be called twice."""
         self._end()
 
     def _check(self) -> None:
@@ -510,12 +516,12 @@ def _give_back(claim: capacity.Claim, turn: int) -> None:
 
 
 class Backing:
-    """Backs regions of one arena, of which nothing is reserved at first. Threads may share an object.
+    """Backs regions of one arena page by page, in any order. Threads may share an object.
 
     Args:
-        arena: just created; the regions are not reserved.
+        arena: just created; nothing of the regions is reserved.
         names: of the regions.
-        promise: of memory for all of them; ended here.
+        promise: of memory for all of the regions; ended when all of it is allocated.
 
     Attributes:
         is_whole: whether all pages of all regions are backed.
@@ -532,7 +538,7 @@ class Backing:
         self.is_whole: bool = False
 
     def has(self, name: str, starts: Ids, size_bytes: int) -> NDArray[np.bool_]:
-        """Of which runs of a region's bytes some page is backed.
+        """For each run of a region's bytes, whether at least one page of it is backed.
 
         Args:
             name: of the region.
@@ -554,7 +560,7 @@ class Backing:
             size_bytes: of each run, 1 or more.
 
         Raises:
-            NotEnoughSpace: there is no memory any more for what was promised; nothing else has changed.
+            NotEnoughSpace: the promised memory is not there any more; no content has changed.
         """
         if self.is_whole:
             return
@@ -565,10 +571,10 @@ class Backing:
                 self._back(name, lacking[~backed[lacking]])
 
     def ensure_all(self) -> None:
-        """Backs all that is left, and says in the arena that the regions are reserved.
+        """Backs all other pages, and stores in the arena that the regions are reserved.
 
         Raises:
-            NotEnoughSpace: there is no memory any more for what was promised.
+            NotEnoughSpace: the promised memory is not there any more.
         """
         if self.is_whole:
             return
@@ -580,7 +586,7 @@ class Backing:
         self._promise.end()
 
     def _back(self, name: str, pages: Ids) -> None:
-        """Backs pages that are not (int64 [m], ascending, distinct); with the lock held."""
+        """Backs pages that are not backed yet (int64 [m], ascending, distinct). The caller holds the lock."""
         if not len(pages):
             return
         apart = np.diff(pages, prepend=-2, append=-2) != 1  # before each page, and behind the last one
@@ -593,7 +599,7 @@ class Backing:
         self._backed[name][pages] = True
 
     def _pages(self, name: str, starts: Ids, size_bytes: int) -> tuple[Ids, Ids]:
-        """The pages of runs, run by run, and for each run the place of its first page among them."""
+        """The pages of runs, run by run (int64 [p]), and the index of each run's first page in them."""
         starts = starts + self._before(name)
         first = starts // self._page_bytes
         counts = (starts + size_bytes - 1) // self._page_bytes - first + 1
@@ -606,10 +612,10 @@ class Backing:
 
 
 def promised(directory: Folder, constants: Constants, names: Sequence[str]) -> Promise:
-    """Promises memory for regions of an arena that is going to be made, which `Backing` backs.
+    """Promises memory for regions of an arena that is not created yet, for `Backing`.
 
     Raises:
-        NotEnoughSpace: it doesn't fit.
+        NotEnoughSpace: the regions don't fit.
         ArenaBusy: another process is stuck while it reserves memory.
     """
     spans, _ = headers.spans(constants, len(constants.encode()))
@@ -628,7 +634,8 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + 
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MOST_LOCKED_BYTES = 1 << 16
-"""So few are backed with the interpreter's lock held: to wait for the lock again takes longer."""
+"""A run of this size or less is backed without releasing the interpreter's lock: to acquire it again would
+take longer."""
 _with_lock = ctypes.PyDLL(None, use_errno=True)
 _with_lock.madvise.argtypes = _libc.madvise.argtypes
 
@@ -657,8 +664,8 @@ class _Mapping:
 def map_shared(fd: int, size_bytes: int) -> NDArray[np.uint8]:
     """The file of `fd` as writable uint8 [size_bytes], shared with all processes that map it.
 
-    It is unmapped when the last view of the array is gone; `fd` may be closed earlier. A forked child doesn't
-    have the mapping: touching a view there ends the child with SIGSEGV.
+    The file is unmapped when the last view of the array is gone; `fd` may be closed earlier. A forked child
+    doesn't have the mapping: touching a view there ends the child with SIGSEGV.
 
     Raises:
         OSError: the kernel refuses; the error has its reason.
@@ -667,12 +674,12 @@ def map_shared(fd: int, size_bytes: int) -> NDArray[np.uint8]:
 
 
 def populate(mapped: NDArray[np.uint8]) -> None:
-    """Maps the pages of a part of a mapping (uint8 [m]), so that no access has to: no content changes.
+    """Pages in a part of a mapping (uint8 [m]), so that no later access faults. No content changes.
 
-    All of it must be backed by memory. Other threads may write to it meanwhile.
+    All of the part must be backed by memory. Other threads may write to it meanwhile.
     """
     if mapped.size and populate_runs(mapped, [(0, mapped.size)]):
-        np.bitwise_or.reduce(mapped[:: mmap.PAGESIZE])  # an older kernel: reading maps a page as well
+        np.bitwise_or.reduce(mapped[:: mmap.PAGESIZE])  # for older kernels: reading maps a page as well
 
 
 def populate_runs(mapped: NDArray[np.uint8], runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -683,7 +690,7 @@ def populate_runs(mapped: NDArray[np.uint8], runs: Iterable[tuple[int, int]]) ->
         runs: start and end of each, in bytes.
 
     Returns:
-        The runs for which the kernel has not done it, as it lacks the call or the memory.
+        The runs that the kernel has not backed and mapped, as it lacks the call or the memory.
     """
     address, page = mapped.__array_interface__["data"][0], mmap.PAGESIZE
     left: list[tuple[int, int]] = []
@@ -697,6 +704,6 @@ def populate_runs(mapped: NDArray[np.uint8], runs: Iterable[tuple[int, int]]) ->
 
 
 def _unmap(address: int, size_bytes: int, pid: int) -> None:
-    # A forked child doesn't have the mapping: its address may be in other use there.
+    # A forked child doesn't have the mapping: another mapping may have its address there.
     if os.getpid() == pid:
         _libc.munmap(address, size_bytes)

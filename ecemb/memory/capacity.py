@@ -1,9 +1,10 @@
 """The space that is left for files in a folder, and its allocation: mount, machine, cgroups.
 
 Invariant: memory is checked before it is allocated, and allocated before it is used, so that too little space
-is an error with numbers, and never a later SIGBUS or OOM kill. Processes of a user take turns of one slice. A
-file of its own records the bytes that an allocation was promised and has not taken, so that no other process
-is promised the same bytes. Must not know the purpose of the memory.
+is an error with numbers, and never a later SIGBUS or OOM kill. Processes of a user take turns of one slice
+each, by a lock of the folder. A file for each allocation (`Claim`) records the bytes that it was promised and
+has not allocated yet, so that no other process is promised the same bytes. Must not know the purpose of the
+memory.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG}
 _NOT_SUPPORTED = {errno.ENODEV, errno.EOPNOTSUPP, errno.ENOSYS}
 SLICE_BYTES = 256 << 20
-"""The most that a turn takes, and that signals wait for: a fraction of a second, even where a machine clears
-pages slowly."""
+"""The most bytes that a process allocates in one turn, with signals blocked: this takes a fraction of a
+second, even on a machine that clears pages slowly."""
 
 _POLL_S = 0.02
-_WAIT_S = 120.0  # for a turn, plus the time that a slow machine needs to take the bytes
+_WAIT_S = 120.0  # for a turn, plus the time in which a slow machine allocates the bytes
 _SLOWEST_BYTES_S = 16 << 20
-_POLITE_S = 2.0  # at most: a stopped process that waits for its turn must not block others
+_POLITE_S = 2.0  # longest time to let waiting processes go first: a stopped one must not block others
 _CLAIM = ".claim-"
-_CLAIMED = struct.Struct("<q?")  # bytes that are promised and not taken; whether the process waits for a turn
+_CLAIMED = struct.Struct("<q?")  # bytes promised and not allocated; whether the process waits for a turn
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as the largest multiple of a page."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of the space.
+    """A limit of the space: of a mount, of the machine's memory, or of a cgroup.
 
     Attributes:
-        where: its description, for messages.
-        free_bytes: the space that it leaves.
-        remedy: the way out when that is too little.
+        where: description of the limit, for messages.
+        free_bytes: the space that the limit leaves.
+        remedy: the way out when `free_bytes` is too little.
     """
 
     where: str
@@ -61,9 +62,9 @@ def check(needed_bytes: int, fd: int, path: Path, promised_bytes: int = 0) -> No
 
     Args:
         needed_bytes: bytes to store.
-        fd: a file or folder there.
+        fd: a file or folder in that file system.
         path: for messages.
-        promised_bytes: free bytes that other processes were promised and have not taken.
+        promised_bytes: free bytes that other processes were promised and have not allocated yet.
 
     Raises:
         NotEnoughSpace: a limit leaves less; the message has the limit, the bytes and the way out.
@@ -84,17 +85,17 @@ def check(needed_bytes: int, fd: int, path: Path, promised_bytes: int = 0) -> No
 def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) -> None:
     """Backs pieces of a file by memory, after checking that there is enough for all of them.
 
-    Memory is taken in slices; other processes may take theirs in between.
+    Memory is allocated in slices; other processes may allocate theirs in between.
 
     Args:
         fd: the file, open for writing.
         pieces: (offset, length), both in bytes; backed pieces keep their content.
-        path: the file's, for messages.
+        path: path of the file, for messages.
         turn: descriptor of a folder, the same for all processes that allocate from the same space.
 
     Raises:
         NotEnoughSpace: a piece doesn't fit; earlier pieces may be backed.
-        ArenaBusy: another process keeps its turn for longer than any slice takes.
+        ArenaBusy: another process keeps its turn for longer than the allocation of any slice takes.
     """
     left_bytes = sum(length for _, length in pieces)
     whole_bytes = left_bytes
@@ -117,12 +118,15 @@ def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) 
 
 
 def back(fd: int, pieces: Sequence[tuple[int, int]], path: Path) -> None:
-    """Backs pieces of a file by memory that this process has been promised, or need not ask for.
+    """Backs pieces of a file by memory, without a check and without a turn.
+
+    For memory that this process has been promised (`Claim`), and for bytes that an earlier allocation of the
+    file has counted.
 
     Args:
         fd: the file, open for writing.
         pieces: (offset, length), both in bytes; backed pieces keep their content.
-        path: the file's, for messages.
+        path: path of the file, for messages.
 
     Raises:
         NotEnoughSpace: the kernel refuses a piece; earlier pieces may be backed.
@@ -133,9 +137,10 @@ def back(fd: int, pieces: Sequence[tuple[int, int]], path: Path) -> None:
 
 
 def _back(fd: int, slice_: Sequence[tuple[int, int]]) -> None:
-    """Backs the pieces of one slice.
+    """Backs the pieces of one slice by memory.
 
-    Kernels until 2024 give a piece up when a signal is pending, and free what they have backed of it.
+    Signals are blocked: Linux kernels until 2024 end `fallocate` when a signal is pending, and free the part
+    of the piece that they have backed.
     """
     with without_signals():
         for offset, length in slice_:
@@ -143,11 +148,11 @@ def _back(fd: int, slice_: Sequence[tuple[int, int]]) -> None:
 
 
 def promised_elsewhere(turn: int, own: Claim | None = None) -> int:
-    """Bytes that processes were promised and have not taken.
+    """Bytes that other processes were promised and have not allocated yet.
 
     Args:
         turn: as for `allocate`.
-        own: a claim that is left out.
+        own: the caller's claim, which is left out; None if it has none.
     """
     return sum(left for left, _ in (own or Claim(turn, Path())).others())
 
@@ -169,15 +174,15 @@ def _slices(pieces: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[tuple
 
 
 class Claim:
-    """The bytes that an allocation was promised and has not taken, and whether it waits for its turn.
+    """The bytes that an allocation was promised and has not allocated yet, and whether it waits for its turn.
 
-    A file in the folder of `turn`. Allocations of more than a slice make it, and those that have to wait. The
-    file counts as long as it is locked: a process that ended leaves it unlocked, at whatever moment it was
-    killed, and the next allocation that looks for claims removes it.
+    Stored in a file in the folder of `turn`, which only allocations of more than a slice make, and those that
+    have to wait. The file counts as long as it is locked: the kernel releases the lock of a process that
+    ended, at whatever moment it was killed, and the next allocation that looks for claims removes the file.
 
     Args:
         turn: the folder's descriptor.
-        path: the arena's, for messages.
+        path: path of the arena, for messages.
     """
 
     def __init__(self, turn: int, path: Path) -> None:
@@ -187,11 +192,12 @@ class Claim:
         _claims.add(self)
 
     def take_turn(self, left_bytes: int, *, again: bool) -> None:
-        """Waits for the turn; `fcntl.flock` ends it.
+        """Waits for the turn, the lock of the folder; `fcntl.flock(turn, LOCK_UN)` ends the turn.
 
         Args:
             left_bytes: bytes that this allocation still needs.
-            again: it had a turn and was promised these bytes, so processes that wait come first.
+            again: whether this allocation had a turn before, and was promised these bytes: then it lets
+                waiting processes go first, for `_POLITE_S` seconds at most.
 
         Raises:
             ArenaBusy: the wait was too long.
@@ -223,7 +229,7 @@ class Claim:
         """Writes the claim for other processes.
 
         Raises:
-            NotEnoughSpace: the file of the claim doesn't fit.
+            NotEnoughSpace: the file system has no space for the file of the claim.
         """
         data = _CLAIMED.pack(promised_bytes, waiting)
         with refusals(self._path, len(data)):
@@ -232,7 +238,7 @@ class Claim:
             os.pwrite(self._fd, data, 0)
 
     def _make(self) -> None:
-        """Makes the file and locks it, unless another process finds it in between, and removes it as left."""
+        """Creates the file and locks it. `_fd` stays None if another process removed it before the lock."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self._name, flags, 0o600, dir_fd=self._turn)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
@@ -247,7 +253,7 @@ class Claim:
             self.forget()
 
     def forget(self) -> None:
-        """Closes the file, in a forked child as well: the lock would last as long as the child."""
+        """Closes the file. A forked child has to call it as well, or the lock would last as long as it."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -260,7 +266,7 @@ class Claim:
                 continue
             try:
                 fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._turn)
-            except FileNotFoundError:  # it has just ended
+            except FileNotFoundError:  # that allocation has just ended
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -326,7 +332,7 @@ def limits(fd: int, path: Path, root: Path = Path("/")) -> list[Limit]:
 
 
 def mount_limit(fd: int, path: Path) -> Limit | None:
-    """The space that the file system leaves; None if it is mounted without a size."""
+    """The free space of the file system of `fd`; None if it is mounted without a size."""
     stats = os.fstatvfs(fd)
     if stats.f_blocks == 0:
         return None
@@ -338,7 +344,7 @@ def mount_limit(fd: int, path: Path) -> Limit | None:
 
 
 def machine_limit(root: Path = Path("/")) -> Limit | None:
-    """The space that the machine's memory and swap leave; None if the kernel doesn't report it."""
+    """The available memory and swap of the machine; None if the kernel doesn't report them."""
     text = _read(root / "proc/meminfo")
     values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in text.splitlines() if ":" in line}
     if "MemAvailable" not in values:
@@ -352,9 +358,9 @@ def machine_limit(root: Path = Path("/")) -> Limit | None:
 
 
 def cgroup_limits(root: Path = Path("/")) -> list[Limit]:
-    """The space that each cgroup of this process, up to the root, leaves of its memory limit (v1 and v2).
+    """The rest of the memory limit of each cgroup (v1 and v2) of this process, up to the root.
 
-    Page cache that the group can drop doesn't count as used.
+    Page cache that the kernel can drop doesn't count as used.
     """
     found: list[Limit] = []
     for line in _read(root / "proc/self/cgroup").splitlines():

@@ -1,7 +1,8 @@
-"""Which of the reported headers count, and for what: the only place that judges headers.
+"""Judges the headers of a job's arenas: which are survivors, tombstones, or may be removed.
 
-Assignment of ranks, negotiation, plan and removal of arenas all use `classify`. It is pure: all ranks get the
-same result from the same reports. Must not know the paths of arenas.
+No other module judges headers: assignment of ranks, negotiation, recovery plan and removal of arenas all use
+`classify`. It is pure: all ranks get the same result from the same reports. Must not know the paths of
+arenas.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ class Judgement:
     """The judgement of all headers together. Headers keep their order.
 
     Attributes:
-        opened: the last generation that was opened, by the headers that are settled and by the store's mark;
+        opened: the last generation that was opened, according to the settled headers and the store's mark;
             NONE before the first generation.
         survivors: the headers whose memory counts: all of one fill, and at most one for each rank.
-        finished: tombstones that count: the job is finished if there is one.
+        finished: the tombstones that count; if there are any, the job is finished.
         evidence: the headers that show that the job had started, even if their memory doesn't count.
         hollow: the headers of arenas that no later start can use. These arenas may be removed to make room;
             all others stay until the arenas of this start are LIVE.
@@ -38,12 +39,13 @@ def classify(headers: Sequence[Header], opened: int = NONE) -> Judgement:
     """Judges all headers that were reported.
 
     - An INIT arena is *settled* iff a LIVE, REBUILDING or FINISHED arena of its fill is reported. The words
-      of an unsettled arena are ignored: its fresh start or resume was interrupted before anything depended on
-      it.
+      of an unsettled arena are ignored: its fresh start or resume was interrupted before any transaction
+      could depend on the arena.
     - A header is stale if its `joined` is below the last generation that was opened: the job went on without
       it. The last generation is the highest of `opened` and fill in settled headers, and of the mark.
-    - Survivors are not stale, and LIVE; or INIT, prepared, and of the fill of a LIVE or REBUILDING arena. Of
-      two fills, the higher counts, if no arena of the other has opened its generation, or a later one.
+    - A survivor is not stale, and is either LIVE, or INIT, prepared and of the fill of a LIVE or REBUILDING
+      arena. If there are survivors of several fills, those of the highest fill count, unless an arena of
+      another of them has opened this generation or a later one, which is an error.
     - LIVE and REBUILDING arenas show that the job had started. So does an INIT arena that a resume prepared
       with a transaction above 0.
     - A tombstone counts only if it is not stale, and no header shows that a later history had started. The
@@ -54,8 +56,8 @@ def classify(headers: Sequence[Header], opened: int = NONE) -> Judgement:
         opened: the last generation that was opened according to the store's mark; NONE without a mark.
 
     Raises:
-        InconsistentArenas: one generation has two ids; or two fills went on apart; or two survivors have one
-            rank.
+        InconsistentArenas: one generation has two ids; or two fills both went on after the later one began;
+            or two survivors have the same rank.
     """
     born = {header.constants.fill for header in headers if header.state is not State.INIT}
     settled = [header for header in headers if header.constants.fill in born]
@@ -80,7 +82,12 @@ def classify(headers: Sequence[Header], opened: int = NONE) -> Judgement:
 
 
 def _holds(header: Header, living: Collection[int]) -> bool:
-    """Whether the arena holds a whole transaction: LIVE, or prepared in a fill of the living."""
+    """Whether an arena holds a whole transaction: it is LIVE, or INIT and prepared, of a fill in `living`.
+
+    Args:
+        header: of the arena.
+        living: the fills of LIVE and REBUILDING arenas.
+    """
     if header.state is State.INIT:
         return header.prepared >= 0 and header.constants.fill in living
     return header.state is State.LIVE
@@ -123,10 +130,11 @@ def _check_generations(headers: Sequence[Header]) -> None:
 
 
 def _of_last_history(survivors: Sequence[Header], settled: Sequence[Header]) -> tuple[Header, ...]:
-    """The survivors of the highest fill, if no other fill has gone on since. Parity of one fits no other.
+    """The survivors of the highest fill. Parity of one fill doesn't fit the rows of another.
 
     Raises:
-        InconsistentArenas: another one has.
+        InconsistentArenas: an arena of another survivor's fill has opened the highest fill's generation, or a
+            later one.
     """
     last = max((header.constants.fill for header in survivors), default=NONE)
     others = {header.constants.fill for header in survivors} - {last}

@@ -1,8 +1,8 @@
-"""The arena's header as plain values: what is written in it.
+"""The arena's header: its words and constants as plain values, and their format.
 
 Owns the byte format of the first pages of an arena's file, and the frozen dataclasses that the rest of
-ecemb passes around (`Constants`, `Header`, `Found`). All of it is pure but `load` and `last_holder`, which
-read. Must not know how files are found, mapped or locked, nor which arenas count (`classify`).
+ecemb passes around (`Constants`, `Header`, `Found`). All functions are pure but `load` and `last_holder`,
+which read a file. Must not know how files are found, mapped or locked, nor which arenas count (`classify`).
 
 The file begins with three parts:
 
@@ -32,21 +32,21 @@ from typing import Any
 from ..errors import ArenaDamaged, ArenaIncompatible, ConfigurationError
 
 SUFFIX = ".arena"
-"""Of the name of an arena's file."""
+"""Suffix of the name of an arena's file."""
 MAGIC = b"ecembARN"
 FORMAT = 6
 NONE = -1
-"""What a word says that has no value yet: no transaction, no generation."""
+"""The value of a word that has none yet: no transaction, no generation."""
 
 PAGE_BYTES = 4096
-"""The format's: an arena is the same on all machines."""
+"""Page size of the format, the same on all machines."""
 MEMORY_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-"""This machine's, by which it takes memory: 4 to 64 KiB."""
+"""Page size in which this machine allocates memory: 4 to 64 KiB."""
 WORDS_OFFSET = PAGE_BYTES
 CONSTANTS_OFFSET = 2 * PAGE_BYTES
 MAX_REGIONS = 256
 MAX_CONSTANTS_BYTES = 1 << 26
-_FORMATS = 1 << 16  # a higher number is no format: its bytes are damaged
+_FORMATS = 1 << 16  # a higher number is no format version: the bytes are damaged
 
 RESERVED = 64
 """Index of the first region's reserved bytes in the page of the words."""
@@ -57,12 +57,12 @@ _NO_HEADER = (ValueError, TypeError, KeyError, AttributeError, RecursionError, O
 
 
 class State(IntEnum):
-    """What an arena holds (docs/protocol.md, 2); `classify` decides which arenas count."""
+    """The state of an arena's content (docs/protocol.md, 2); `classify` decides which arenas count."""
 
     INIT = 1
-    """Being filled for the first time: by a fresh start, or from a checkpoint."""
+    """The arena is being filled for the first time: by a fresh start, or from a checkpoint."""
     REBUILDING = 2
-    """A replacement rank's, not rebuilt to the end: counts as lost."""
+    """The arena of a replacement rank, not yet rebuilt completely: counts as lost."""
     LIVE = 3
     FINISHED = 4
     """Tombstone of a closed job."""
@@ -78,9 +78,9 @@ class Word(str, Enum):
     COMMITTED = "committed"
     PREPARED = "prepared"
     PID = "pid"
-    """The process that attached to the arena last; 0 after it has closed it."""
+    """Pid of the process that attached to the arena last; 0 after that process has closed the arena."""
     PID_START = "pid_start"
-    """When that process began: a later process with the same pid is another one."""
+    """Start time of that process, in clock ticks since boot: tells it from a later one with the same pid."""
     ROWS_LABEL = "rows_label"
     ROWS_BYTES = "rows_bytes"
     PARITY_LABEL = "parity_label"
@@ -95,7 +95,7 @@ class Word(str, Enum):
     NEXT_LABEL = "next_label"
     NEXT_BYTES = "next_bytes"
     COMMITTED_NS = "committed_ns"
-    """This word and those after it inform people, or `window="auto"`: recovery reads none of them."""
+    """This word and all after it are for people and for `window="auto"`: recovery reads none of them."""
     RECOVERED_NS = "recovered_ns"
     RECOVERY_US = "recovery_us"
     RECOVERY_STEP = "recovery_step"
@@ -103,7 +103,7 @@ class Word(str, Enum):
     WINDOW_COMMIT_NS = "window_commit_ns"
     WINDOW_STEP_NS = "window_step_ns"
     WINDOW_ROOM = "window_room"
-    """The most steps of a window, since one with more ran out of memory; 0 if none has."""
+    """The most steps of a window, after a longer window ran out of memory; 0 without such a limit."""
     LACKING_BYTES = "lacking_bytes"
 
     def __str__(self) -> str:
@@ -120,9 +120,9 @@ def new_arena_id() -> str:
 
 @dataclass(frozen=True)
 class Identity:
-    """The constants that a start needs before the ranks can talk: whose memory an arena is.
+    """The constants that say whose memory an arena is; a start needs them before ranks can communicate.
 
-    What other hosts report of an arena has these alone: the other constants grow with the tables.
+    Reports of an arena to other hosts have only these constants: the others grow with the tables.
 
     Attributes:
         job: name of the job.
@@ -154,13 +154,13 @@ class Identity:
 
     @property
     def identity(self) -> Identity:
-        """What other hosts hear of it."""
+        """These constants alone, for reports to other hosts."""
         return Identity(*(getattr(self, field.name) for field in dataclasses.fields(Identity)))
 
 
 @dataclass(frozen=True)
 class Constants(Identity):
-    """What never changes in an arena. Written once, under a checksum, before `state`.
+    """The part of a header that never changes. Written once, under a checksum, before `state`.
 
     Attributes:
         n: blocks in a stripe.
@@ -198,7 +198,11 @@ class Constants(Identity):
         _require(regions, "regions", self.regions, rule)
 
     def encode(self) -> bytes:
-        """Canonical JSON: equal constants give equal bytes. ConfigurationError: no arena can hold it."""
+        """Canonical JSON: equal constants give equal bytes.
+
+        Raises:
+            ConfigurationError: the JSON is longer than `MAX_CONSTANTS_BYTES`.
+        """
         payload = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":")).encode("ascii")
         if (size := len(payload)) > MAX_CONSTANTS_BYTES:
             what = f"the tables' description takes {size} bytes of at most {MAX_CONSTANTS_BYTES}"
@@ -220,10 +224,11 @@ class Constants(Identity):
 
 @dataclass(frozen=True)
 class Header:
-    """A snapshot of what an arena says of itself.
+    """A snapshot of an arena's header.
 
     Attributes:
-        constants: what never changes: all of it where the arena is, of others' arenas what is reported.
+        constants: the part that never changes: `Constants` on the arena's host, `Identity` in reports of
+            other hosts.
         state: see `State`.
         joined: generation that this arena was last a member of; NONE before the first.
         generation_id: random id of that generation; NONE while it is not known (see `Arena.join`).
@@ -249,17 +254,17 @@ class Found:
 
     Attributes:
         path: .../{job}/{host}/{arena id}.arena
-        inode: number of its inode: the path may name another file later.
-        header: what it says of itself; None if that can't be read.
+        inode: number of the file's inode: the path may name another file later.
+        header: the arena's header; None if it can't be read.
         damage: why the header can't be read; None if it can.
-        holder: pid of the living process that holds it (0: one of another pid namespace), or None.
-        torn: its creation was cut short; it holds nothing.
-        incompatible: another version of ecemb wrote it, in a format that this one doesn't read.
-        pid: the process that attached to it last, living or not; 0 if that one has closed it.
-        size_bytes: memory that it takes.
-        job: by the folder; None for what is reported in place of an untrusted folder above it.
-        host: likewise.
-        words: those of its header by name; empty if it can't be read.
+        holder: pid of the living process that holds the arena (0: one of another pid namespace), or None.
+        torn: whether its creation was interrupted, so that it holds no data.
+        incompatible: whether another version of ecemb wrote it, in a format that this version doesn't read.
+        pid: pid of the process that attached to it last, living or not; 0 if that process has closed it.
+        size_bytes: allocated memory of the file.
+        job: name of the job's folder; None if this object reports an untrusted folder above it.
+        host: name of the host's folder; None as for `job`.
+        words: all words of the header; empty if the header can't be read.
     """
 
     path: Path
@@ -299,15 +304,16 @@ def words_of(head: bytes) -> dict[Word, int]:
 
 
 def last_holder(fd: int) -> tuple[int, int]:
-    """The process that attached to the file last: pid and start; (0, 0) if it doesn't say."""
+    """Pid and start of the process that attached to the file `fd` last; (0, 0) if it can't be read."""
     words = words_of(os.pread(fd, CONSTANTS_OFFSET, 0))
     return words.get(Word.PID, 0), words.get(Word.PID_START, 0)
 
 
 def torn(head: bytes) -> bool:
-    """Whether `head` (up to `CONSTANTS_OFFSET` bytes) is of a creation that was cut short.
+    """Whether a file's creation was interrupted, by its first `CONSTANTS_OFFSET` bytes, or all it has.
 
-    One that was ever a member of a generation is none, whatever its state says: its bytes are damaged.
+    An arena that was ever a member of a generation is not torn, whatever its word `state`: its bytes are
+    damaged.
     """
     if len(head) < CONSTANTS_OFFSET:
         return True
@@ -317,11 +323,12 @@ def torn(head: bytes) -> bool:
 
 
 def parse(head: bytes, read: Callable[[int], bytes]) -> tuple[Constants, int]:
-    """Read and check the constants.
+    """Reads and checks the constants.
 
     Args:
         head: the first `CONSTANTS_OFFSET` bytes of the file.
-        read: gives that many bytes of the file from `CONSTANTS_OFFSET` on, fewer at its end.
+        read: called with a number of bytes, returns these bytes of the file from `CONSTANTS_OFFSET` on, fewer
+            at the file's end.
 
     Returns:
         The constants, and their length in the file in bytes.
@@ -347,10 +354,10 @@ def parse(head: bytes, read: Callable[[int], bytes]) -> tuple[Constants, int]:
 
 
 def snapshot(constants: Constants, words: Mapping[Word, int]) -> Header:
-    """The header that `constants` and `words` stand for.
+    """Makes a header of its constants and words.
 
     Raises:
-        ArenaDamaged: the state is none of `State`.
+        ArenaDamaged: the word `state` is not a `State`.
     """
     try:
         state = State(words[Word.STATE])
@@ -369,14 +376,15 @@ def snapshot(constants: Constants, words: Mapping[Word, int]) -> Header:
 
 
 def load(fd: int, path: Path) -> tuple[Constants, int, dict[Word, int]]:
-    """Read and check the header of the arena `path`, whose file is open as `fd`.
+    """Reads and checks the header of the arena `path`, whose file is open as `fd`.
 
     Returns:
         The constants, their length in the file in bytes, and the words.
 
     Raises:
-        ArenaDamaged: it can't be read, is another arena's, or its file is cut; names `path`.
-        ArenaIncompatible: another version of ecemb wrote it; names `path`.
+        ArenaDamaged: the header can't be read, or belongs to another arena, or the file is truncated; the
+            message names `path`.
+        ArenaIncompatible: another version of ecemb wrote it; the message names `path`.
     """
     head = os.pread(fd, CONSTANTS_OFFSET, 0)
     words = words_of(head)
@@ -401,15 +409,19 @@ def page_aligned(size_bytes: int) -> int:
 
 
 def memory_pages(offset: int, size_bytes: int) -> range:
-    """The system's pages under `size_bytes` of an arena's file, numbered from the file's begin."""
+    """The machine's pages, numbered from the file's begin, under `size_bytes` from byte `offset` on."""
     return range(offset // MEMORY_PAGE_BYTES, -(-(offset + size_bytes) // MEMORY_PAGE_BYTES))
 
 
 def spans(constants: Constants, constants_bytes: int) -> tuple[dict[str, tuple[int, int]], int]:
-    """Where the regions lie in the file.
+    """Computes the place of each region in the file.
+
+    Args:
+        constants: of the arena.
+        constants_bytes: length of the encoded constants.
 
     Returns:
-        name -> (offset, capacity), both in bytes, and the bytes of the whole.
+        name -> (offset, capacity), both in bytes, and the size of the file in bytes.
     """
     offset = CONSTANTS_OFFSET + page_aligned(constants_bytes)
     result: dict[str, tuple[int, int]] = {}
@@ -425,7 +437,7 @@ def _require(holds: bool, name: str, value: object, rule: str) -> None:
 
 
 def _constants(fields: dict[str, Any]) -> Constants:
-    """Constants from what JSON makes of them: lists become tuples again."""
+    """Makes constants of decoded JSON, in which tuples are lists."""
     tuples: dict[str, Any] = {
         "positions": tuple(fields["positions"]),
         "domains": tuple(fields["domains"]),

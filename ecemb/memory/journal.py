@@ -1,21 +1,21 @@
-"""The journals of a transaction: what is written down before rows and parity change.
+"""The journals of a transaction: the records that are saved before rows and parity change.
 
 - `RowJournal`: undo records, the old records of the rows that a transaction changes. There are two, so that a
   transaction can begin before the previous one is decided. Undo copies bytes, so it may be repeated, also
   after an interruption.
-- `Outbox`: the deltas made of them, laid out in this process's memory for the ranks that keep parity. A
-  table's records in a block are one Delta, however many steps have changed them. They are laid out in parts,
-  and rows may change again meanwhile: a part takes a row that the next transaction has journalled from that
-  journal, which has the row as this transaction left it (docs/protocol.md, 1.6).
+- `Outbox`: the deltas of these rows, laid out in this process's memory for the ranks that keep parity. A
+  table's records in a block are one Delta, however many steps have changed them. Deltas are laid out in
+  parts, while the next transaction may change rows: a row that it has journalled is read from its journal,
+  which has the row as this transaction left it (docs/protocol.md, 1.6).
 - `Inbox`: the deltas that other ranks sent for the parity of this keeper, complete before `prepared` is
   stored. In front it has two words for each sender, its message's first word and its length.
 - `ParityJournal`: how far parity has changed, which a redo needs beside the inbox.
 - `Prefault` backs the journals' bytes and maps their pages in a thread, beside the training, so that no step
-  waits for the kernel to clear them. Nothing depends on it: what isn't ready when it is needed is made ready
-  then.
+  waits for the kernel to clear them. Nothing depends on it: memory that isn't ready when it is needed is
+  allocated then.
 
-They are growing regions of the arena. Words of the header guard each of them, and the order of stores is that
-of docs/protocol.md, 1.1. Must not know: the network, the decision.
+Row journals, inbox and parity journal are growing regions of the arena. Words of the header guard each of
+them, and the order of stores is that of docs/protocol.md, 1.1. Must not know: the network, the decision.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 
 Chunk = tuple[int, Ids, Words]
-"""A table, rows of it in ascending order, and their old records (uint64 [m, record_words])."""
+"""Table, its rows (int64 [m], ascending), and their old records (uint64 [m, record_words])."""
 
 PART_BYTES = 8 << 20
-"""Of the records that a commit works on before it rests. To lay them out takes some ms: a capture waits."""
+"""Bytes of records that a commit processes before it calls `rest`. To lay them out takes some ms, during
+which a capture waits for the lock."""
 
 Part = list[tuple[Ids, Words]]
 """Rows of one table and block, and their old records; views of the chunks."""
@@ -53,8 +54,8 @@ class Saved:
 
     Attributes:
         words: uint64, the journal's memory.
-        chunks: views of it; each row is in one of them.
-        seen: the rows of each table that are in them.
+        chunks: the journal's chunks, views of `words`; each row is in one of them.
+        seen: table -> the set of its rows in the chunks.
     """
 
     words: Words
@@ -62,17 +63,20 @@ class Saved:
     seen: Mapping[int, RowSet]
 
     def place(self, records: Words) -> int:
-        """The word at which the records of a chunk begin."""
+        """The word of the journal at which the records of a chunk begin."""
         first, start = (one.__array_interface__["data"][0] for one in (records, self.words))
         return (first - start) // WORD_BYTES
 
     def find(self, table: int, ids: Ids, width: int) -> Ids:
-        """The word at which the old record of each row begins; -1 for a row that isn't there.
+        """The word of the journal at which the old record of each row begins, int64 [m], new.
 
         Args:
             table: the table.
-            ids: int64 [m], in any order.
+            ids: int64 [m], its rows, in any order; read.
             width: words of a record.
+
+        Returns:
+            -1 for a row that isn't saved.
         """
         found = np.full(len(ids), -1, np.int64)
         if (rows := self.seen.get(table)) is None:
@@ -96,10 +100,11 @@ class Outbox:
     Args:
         space: the rank's rows.
         kernels: do the work.
-        saved: the transaction's old records. They stay until it is committed.
+        saved: the transaction's old records. They stay until the transaction is committed.
         scratch: memory for the deltas.
-        newer: the old records of the next transaction, if that has begun; called with the lock held.
-        lock: held while rows are read; who journals rows of the next transaction holds it as well.
+        newer: returns the old records of the next transaction, None if it has not begun; called with the lock
+            held.
+        lock: held while rows are read; also held by the thread that captures rows of the next transaction.
         head: words of the head of each block's section.
 
     Attributes:
@@ -152,7 +157,8 @@ class Outbox:
     def _lay_out(self, block: int, table: int, rows: Part, out: Words, rest: Callable[[], object]) -> int:
         """Writes one Delta to the start of `out`; returns its size in words.
 
-        The unchanged last words of a single record are left out: rank state fills only a part of its record.
+        If it has a single record, its unchanged last words are left out: rank state fills only a part of its
+        record.
         """
         count, width = sum(len(ids) for ids, _ in rows), self._space.named[table].table.layout.record_words
         delta = blank(out, block, count, width)
@@ -181,7 +187,15 @@ class Outbox:
                 self._correct(table, part, out, newer)
 
     def _correct(self, table: int, part: Part, out: Words, newer: Saved) -> None:
-        """Does it again for rows that the next transaction may have changed, with what it has saved."""
+        """Computes the deltas again of rows that the next transaction may have changed.
+
+        Args:
+            table: the table.
+            part: rows of it, with their old records.
+            out: uint64 [m, record_words], deltas of these rows; overwritten where the next transaction has
+                saved the row.
+            newer: the records that the next transaction has saved: the rows as this one left them.
+        """
         width = out.shape[1]
         found = newer.find(table, _ids(part), width)
         again = np.flatnonzero(found >= 0)
@@ -221,13 +235,17 @@ ROW_JOURNALS = {
     "row_journal": (Word.ROWS_LABEL, Word.ROWS_BYTES),
     "next_journal": (Word.NEXT_LABEL, Word.NEXT_BYTES),
 }
-"""Regions -> their words. The second region is used while the transaction of the first is undecided."""
+"""Region -> its words of the header: label, and bytes in use.
+
+The second region is used while the transaction of the first is undecided.
+"""
 
 _CHUNK_HEAD_WORDS = 2
 _SOON_STEPS, _FAR_STEPS = 4, 32
-"""When what is ready lasts for fewer steps than the first, a window asks for what the second may need."""
+"""If the prefaulted memory lasts for fewer steps than the first number, a window requests memory for as many
+steps as the second number."""
 _CLEAR_WORDS = 10
-"""Words of a row set that are cleared in the time that one row takes to be forgotten, or less."""
+"""`clear_` clears at least this many words of a row set in the time in which `forget_` removes one row."""
 
 
 def _words(arena: Arena, region: str, word: Word) -> Words:
@@ -244,7 +262,7 @@ class RowJournal:
         space: the rank's rows; read by `capture`, overwritten by `undo`.
         kernels: copy and compare rows.
         region: one of `ROW_JOURNALS`.
-        prefault: makes memory ready before it is needed.
+        prefault: backs and maps memory of the region before it is needed.
         lock: shared by the journals of a rank: held while rows are captured or undone, and while another
             thread reads rows.
     """
@@ -269,24 +287,24 @@ class RowJournal:
         self._ids = Scratch()
         self._chunks: list[Chunk] = []
         self._seen: dict[int, RowSet] = {}
-        self._capturing = False  # also after an interrupted capture, when it is unknown which rows are saved
+        self._capturing = False  # stays True after an interrupted capture: it is unknown which rows are saved
 
     @property
     def label(self) -> int:
-        """The transaction of the old records; meaningless once it is committed."""
+        """The transaction of the old records. The journal is void once the transaction is committed."""
         return self._arena.get(self._label)
 
     @property
     def used_by_step(self) -> list[int]:
-        """Bytes of old records after each step of the transaction, the last of which may be open."""
+        """Bytes of the journal after each step of the transaction; the last step may be open."""
         return [*self._ends, self._arena.get(self._bytes)]
 
     @property
     def likely_bytes(self) -> int:
-        """Bytes of old records that the next transaction may need as well.
+        """Bytes of the journal that the next transaction is likely to need as well.
 
-        Runs of rows are left out: of a table that is written whole now and then, both journals would have
-        the size.
+        Chunks of consecutive rows are left out. They come from a table that is written completely now and
+        then, and both journals would grow to its size.
         """
         return sum(
             _CHUNK_HEAD_WORDS * WORD_BYTES + ids.nbytes + records.nbytes
@@ -295,12 +313,12 @@ class RowJournal:
         )
 
     def arm(self, transaction: int, steps: int = 1, likely_bytes: int = 0) -> None:
-        """Empties the journal for a new transaction: the count first, then the label.
+        """Empties the journal for a new transaction: stores the count of bytes first, then the label.
 
         Args:
-            transaction: its number.
+            transaction: number of the new transaction.
             steps: steps that it is expected to have.
-            likely_bytes: what it is expected to need.
+            likely_bytes: bytes of the journal that it is expected to need.
         """
         with self._lock:
             self._arena.set(self._bytes, 0)
@@ -313,13 +331,13 @@ class RowJournal:
         """Adds a step to the transaction, under a new, higher label.
 
         Args:
-            transaction: its number from here on.
+            transaction: the new number of the transaction.
         """
         self._arena.set(self._label, transaction)
         self._ask_ahead()
 
     def _ask_ahead(self) -> None:
-        """Asks for the memory of the window's next steps, if they change as many new rows as the last one."""
+        """Requests memory for the window's next steps, assuming as many new rows in each as in the last."""
         used = self._arena.get(self._bytes)
         step = used - (self._ends[-1] if self._ends else 0)
         self._ends.append(used)
@@ -328,7 +346,7 @@ class RowJournal:
             self._prefault.ask(self._region, used + min(_FAR_STEPS, self._steps_left) * step)
 
     def _drop(self) -> None:
-        """Drops all chunks."""
+        """Drops all chunks, and removes their rows from the sets."""
         rows: dict[int, int] = {}
         for table, ids, _ in self._chunks:
             rows[table] = rows.get(table, 0) + len(ids)
@@ -378,7 +396,7 @@ class RowJournal:
         return len(fresh)
 
     def _new(self, table: int, ids: Ids) -> Ids:
-        """Adds rows to a table's set. Returns the new ones, ascending; they are valid until the next call."""
+        """Adds rows to a table's set. Returns the new rows, ascending; the next call overwrites them."""
         if table not in self._seen:
             self._seen[table] = RowSet(self._space.named[table].table.layout.rows)
         if len(ids) == 1:
@@ -403,11 +421,12 @@ class RowJournal:
         return table, saved, records
 
     def outbox(self, scratch: Scratch, newer: RowJournal | None = None, *, head: int = 0) -> Outbox:
-        """The deltas of all captured rows: their old records XOR those that the transaction has left.
+        """The deltas of all captured rows: their old records XOR their records at the transaction's end.
 
         Args:
-            scratch: memory for them.
-            newer: takes the rows of the next transaction while they are laid out; None if it begins later.
+            scratch: memory for the deltas.
+            newer: the journal of the next transaction, which may capture rows while the deltas are laid out;
+                None if the next transaction begins later.
             head: words of the head of each block's section.
         """
         transaction = self.label
@@ -418,13 +437,13 @@ class RowJournal:
         return Outbox(self._space, self._kernels, self.saved(), scratch, since, self._lock, head)
 
     def saved(self) -> Saved:
-        """The old records of all captured rows, as they are now. Who reads them later holds the lock."""
+        """The old records of all rows captured so far. A thread that reads them later holds the lock."""
         region = self._arena.region(self._region)
         words = region[: len(region) // WORD_BYTES * WORD_BYTES].view(np.uint64)
         return Saved(words, list(self._chunks), self._seen)
 
     def undo(self) -> int:
-        """Copies the saved records back, the last chunk first. The journal is void afterwards.
+        """Copies the saved records back to their rows, the last chunk first. The journal is void afterwards.
 
         Returns:
             The number of rows written.
@@ -434,12 +453,12 @@ class RowJournal:
             for table, ids, records in reversed(list(self._stored())):
                 self._space.named[table].table.scatter_(ids, records)
                 rows += len(ids)
-            # A later transaction may reuse this number with the other journal.
+            # A later transaction may have the same number, with its records in the other journal.
             self._arena.set(self._label, NONE)
         return rows
 
     def empty(self) -> None:
-        """Copies the saved records back; the transaction goes on without them."""
+        """Copies the saved records back to their rows, and empties the journal. The transaction goes on."""
         with self._lock:
             for table, ids, records in self._chunks:
                 self._space.named[table].table.scatter_(ids, records)
@@ -478,7 +497,7 @@ class Inbox:
 
     Args:
         arena: holds the region "inbox" and the words `inbox_label`, `inbox_bytes`.
-        senders: the ranks whose deltas come here.
+        senders: the ranks that send deltas to this rank.
         r: parity blocks in a stripe.
     """
 
@@ -487,13 +506,13 @@ class Inbox:
         self._front = 2 * len(self._senders)
 
     def receive(self, sizes: Mapping[int, int]) -> dict[int, Words]:
-        """Makes room for messages; the transaction before is void here from now on.
+        """Reserves memory for messages. First it voids the deltas of the transaction before.
 
         Args:
-            sizes: sender -> what it announces, in words; not negative.
+            sizes: sender -> the announced length of its message in words, not negative.
 
         Returns:
-            Sender -> uint64 [size] in the arena, to be filled.
+            Sender -> uint64 [size] in the arena, for the caller to fill.
 
         Raises:
             NotEnoughSpace: the inbox can't grow.
@@ -517,7 +536,7 @@ class Inbox:
         """The received Deltas, each with its sender.
 
         Raises:
-            InconsistentArenas: the inbox holds another transaction, or none.
+            InconsistentArenas: the inbox holds another transaction or none, or its messages are damaged.
         """
         if (label := self._arena.get(Word.INBOX_LABEL)) != transaction:
             raise InconsistentArenas(
@@ -546,8 +565,8 @@ class ParityJournal:
     """The old words of the parity row that is changing, and of the row before it.
 
     A transaction's parity rows are numbered through the inbox's deltas, in their order. They change one after
-    another: the journal names the row that is changing, or has changed last. Rows with even numbers have one
-    place for their old words, and those with odd numbers the other.
+    another: the journal has the number of the row that is changing, or has changed last. Rows with even
+    numbers save their old words in one place, rows with odd numbers in the other.
 
     Args:
         arena: holds the region "parity_journal" and the words `parity_label`, `parity_row`.
@@ -563,16 +582,16 @@ class ParityJournal:
 
     @property
     def row(self) -> int:
-        """The row that it names; NONE before the first."""
+        """The number of the row that is changing, or has changed last; NONE before the first row."""
         return self._arena.get(Word.PARITY_ROW)
 
     @property
     def mark(self) -> Ids:
-        """The memory of `row`, int64 [1], for the kernel that changes rows."""
+        """The memory of `row`, int64 [1]: a word of the header that the kernel stores as it changes rows."""
         return self._arena.word(Word.PARITY_ROW)
 
     def reserve(self, received: Received) -> None:
-        """Backs places for the rows of a transaction's deltas.
+        """Backs the two places for old words, each as long as the widest row of the deltas.
 
         Raises:
             NotEnoughSpace: the journal can't grow.
@@ -586,15 +605,15 @@ class ParityJournal:
         return region[: 2 * words * WORD_BYTES].view(np.uint64).reshape(2, words)
 
     def begin(self, transaction: int) -> None:
-        """Names no row, then the transaction under which parity changes from here on."""
+        """Stores that no row has changed, then the transaction under which parity changes from here on."""
         self._arena.set(Word.PARITY_ROW, NONE)
         self._arena.set(Word.PARITY_LABEL, transaction)
 
     def finished(self, received: Received) -> int:
-        """The rows that have changed, all of the deltas' at most; the last of them perhaps by half.
+        """The number of rows that have changed, at most all rows of the deltas. The last may be half changed.
 
         Raises:
-            InconsistentArenas: the deltas have no such row.
+            InconsistentArenas: the deltas don't have the row of the journal.
         """
         rows = sum(len(delta.offsets) for _, delta in received)
         if not NONE <= self.row < rows:
@@ -610,7 +629,7 @@ def _widest(received: Received) -> int:
 
 
 class Prefault:
-    """Grows regions of one arena in a thread that ends when there is nothing left to do.
+    """Backs and maps regions of one arena in a thread, which ends when all requests are done.
 
     Args:
         arena: attached.
@@ -625,13 +644,14 @@ class Prefault:
         self._thread: threading.Thread | None = None
 
     def ready(self, region: str) -> int:
-        """Bytes from the region's start that are backed and mapped, as far as was asked here."""
+        """Bytes from the region's start that this object has backed and mapped."""
         return self._ready.get(region, 0)
 
     def ask(self, region: str, size_bytes: int) -> None:
-        """Makes the first `size_bytes` of a region ready, soon; at most its capacity. Returns at once.
+        """Requests that the thread backs and maps the first `size_bytes` of a region. Returns at once.
 
-        Where there is too little space, nothing happens: who needs the bytes gets the error.
+        At most the region's capacity is backed. Too little space raises no error here, but at the later
+        `Arena.reserve` of the bytes.
         """
         size_bytes = min(size_bytes, len(self._arena.region(region)))
         with self._lock:
@@ -649,7 +669,7 @@ class Prefault:
                     self._thread = thread  # which waits for this lock
 
     def wait(self) -> None:
-        """Waits until all that was asked for is done."""
+        """Waits until all requests are done."""
         with self._lock:
             thread = self._thread
         if thread is not None:

@@ -1,12 +1,12 @@
-"""Folders and files that only this user, or root, can create or change; and the process that holds a file.
+"""Folders and files that only this user, or root, can create or change, and record locks that claim files.
 
     {arena_dir}/ecemb-{uid}/{job}/{host}/{file}
 
 Owns the names, creation, opening and removal of these levels: each level is opened from the level above,
 symbolic links are refused, the owner must be this process's user, and the mode must be 0700 for folders and
-0600 for files. `descend` opens the levels above a folder of any place, from the root on.
+0600 for files. `descend` opens any folder in the same way, level by level from the root on.
 
-Owns as well the POSIX record locks that claim files, and whether the process that held a file before is gone.
+Owns as well the POSIX record locks that claim files, and the check whether a file's last holder has ended.
 Record locks belong to the process: they end with it, whatever killed it, and a forked child doesn't inherit
 them, while `flock` lives on in every forked child. The price: closing *any* descriptor of the file in the
 process drops the lock. So this module remembers the files that this process has locked. Such a file must not
@@ -36,7 +36,7 @@ _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
 _SEARCH = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
-_LINKS = 40  # as many as the kernel follows
+_LINKS = 40  # symbolic links that `descend` follows at most, as the kernel
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ATTEMPTS = 100
 """Attempts to create a level while other processes remove the empty folder."""
@@ -132,7 +132,7 @@ class Folder:
         raise FileNotFoundError(errno.ENOENT, "removed as often as it was made", str(self.path))
 
     def names(self, name: str, inode: int) -> bool:
-        """Whether `name` is the file with that inode."""
+        """Whether `name` names the file with that inode."""
         try:
             with self.opened() as fd:
                 return os.stat(name, dir_fd=fd, follow_symlinks=False).st_ino == inode
@@ -140,10 +140,10 @@ class Folder:
             return False
 
     def unlink(self, name: str, inode: int) -> bool:
-        """Removes the file `name` if it is that inode, and levels that are then empty.
+        """Removes the file `name` if it has that inode, and levels that are then empty.
 
         Returns:
-            Whether it was there.
+            Whether the file was there.
         """
         try:
             with self.opened() as fd:
@@ -210,7 +210,7 @@ def locate(path: Path) -> Folder:
 
 
 def lost_name(path: Path) -> str:
-    """What to say when an arena's file was removed under the job."""
+    """The text for a log line or error when an arena's file was removed while the job runs."""
     return (
         f"{path} was removed while the job runs (by hand, or by systemd's RemoveIPC= when its user logs "
         f"out): this process goes on, but its memory ends with it, and a restart counts it as lost"
@@ -241,7 +241,7 @@ def opened(
 
 
 def _open_again(arena_dir: Path, levels: Sequence[str]) -> int:
-    """Creates and opens the levels; repeats if another process removes an empty level meanwhile."""
+    """Creates and opens the levels; tries again if another process removes an empty level meanwhile."""
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
             return _open(arena_dir, levels, create=True)
@@ -318,19 +318,19 @@ def _open_level(above: int, name: str, path: Path, create: bool) -> int:
 
 
 _ALL_USERS = ["0", "0", "4294967295"]
-"""The map of a process that is in no user namespace but the first."""
+"""The uid_map of a process in the initial user namespace."""
 
 
 def descend(path: Path, refused: Callable[[str], EcembError], *, create: bool = False) -> int:
-    """Opens a folder, and all levels above it, each from the one above.
+    """Opens a folder, and all levels above it, each from the level above.
 
-    Each level is judged by its descriptor, as sshd judges the levels above a key: it belongs to root or to
-    this user, and no other user may write to it, unless its sticky bit keeps others from replacing what is in
-    it. A group that this process is in may write: a project's folder, or one's own group under umask 002; its
-    members could put another folder of this user's in the place of what is opened from the descriptor, and
-    nothing of their own, if the caller judges the owner of that. No one else can do even this. Symbolic
-    links are followed here, not by the kernel: a link belongs to root or to this user, and lies in a folder
-    that is judged as well.
+    Each level is checked by its descriptor, as sshd checks the levels above a key: it must belong to root or
+    to this user, and no other user may write to it, unless its sticky bit keeps other users from replacing
+    its entries. Groups of this process may write to a level, as in a project's folder, or under umask 002 in
+    one of the user's own group. A member of such a group could replace the folder that is opened by another
+    folder of this user; a folder of its own is refused, if the caller checks the owner. All other users can't
+    do even this. Symbolic links are followed here, not by the kernel: a link must belong to root or to this
+    user, and the folder that it lies in is checked as well.
 
     Args:
         path: absolute.
@@ -338,7 +338,7 @@ def descend(path: Path, refused: Callable[[str], EcembError], *, create: bool = 
         create: whether to make missing levels; no other user can write to these.
 
     Returns:
-        A descriptor to open from and to make in; it can't be listed or synced.
+        A descriptor of the folder, with O_PATH: for opening and creating entries, not for listing or syncing.
 
     Raises:
         OSError: a level is missing, or is no folder, or can't be opened.
@@ -372,7 +372,12 @@ def descend(path: Path, refused: Callable[[str], EcembError], *, create: bool = 
 
 
 def make_level(above: int, name: str) -> None:
-    """Makes a folder that is missing, to which no other user can write, and syncs the one above."""
+    """Creates a folder if it is missing, with a mode that lets no other user write, and syncs `above`.
+
+    Args:
+        above: descriptor of the folder above.
+        name: of the folder.
+    """
     try:
         os.stat(name, dir_fd=above, follow_symlinks=False)
         return
@@ -388,7 +393,10 @@ def make_level(above: int, name: str) -> None:
 
 
 def _link(above: int, name: str, path: Path, refused: Callable[[str], EcembError]) -> Path | None:
-    """The target of a symbolic link that only root or this user can have made; None: it is no link."""
+    """The target of a symbolic link that belongs to root or to this user; None if it is not a link.
+
+    Raises `refused` if the link belongs to another user.
+    """
     fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=above)
     try:
         status = os.fstat(fd)
@@ -407,7 +415,14 @@ def _check_above(
     refused: Callable[[str], EcembError],
     groups: Collection[int] = (),
 ) -> None:
-    """Raises `refused` if another user than root, outside of `groups`, could replace what is in `path`."""
+    """Raises `refused` if a user other than root and this one, outside of `groups`, could replace entries.
+
+    Args:
+        status: of the folder.
+        path: of the folder, for the message.
+        refused: makes the error.
+        groups: ids of groups whose members may write.
+    """
     if status.st_uid not in (0, os.geteuid()) and _is_known(status.st_uid):
         raise refused(
             f"{path} belongs to user {status.st_uid}, who can replace what is in it, whatever its sticky "
@@ -422,9 +437,10 @@ def _check_above(
 
 
 def _is_known(uid: int) -> bool:
-    """Whether a file's owner is that user, and not any that this user namespace has no number for.
+    """Whether `uid` identifies a file's owner in this user namespace.
 
-    A container without root shows the host's root so: as the overflow id, which a user may have as well.
+    The overflow id doesn't: the kernel shows it for every owner without a number in this namespace, such as
+    the host's root in a rootless container. In the initial namespace it is an ordinary user.
     """
     try:
         users = Path("/proc/self/uid_map").read_text().split()
@@ -511,7 +527,7 @@ def lock(fd: int, path: Path, deadline: float) -> None:
 
 
 def unlock(fd: int) -> None:
-    """Releases the lock of `acquire`, and closes `fd`."""
+    """Closes `fd`, which releases the lock of `lock`."""
     _mine.pop(_key(os.fstat(fd)), None)
     os.close(fd)
 
@@ -522,9 +538,14 @@ def locked_here(status: os.stat_result) -> int | None:
 
 
 def holder_of(fd: int, pid: int, start: int) -> int | None:
-    """The pid of the other living process that has locked the file, or that used it last.
+    """The pid of the other living process that has locked the file, or that attached to it last.
 
-    The latter (`pid`, started at `start`) may have lost its lock by accident, and still write.
+    The last process may have lost its lock by accident, and still write.
+
+    Args:
+        fd: of the file.
+        pid: pid of the process that attached to the file last.
+        start: start of that process, as `start_of_process`.
 
     Returns:
         None if there is no such process; 0 if the process is invisible in this pid namespace.
@@ -534,7 +555,7 @@ def holder_of(fd: int, pid: int, start: int) -> int | None:
 
 
 def await_gone(fd: int, pid: int, start: int, path: Path, deadline: float) -> None:
-    """Waits until `deadline` for the end of the process that used the locked file `fd` last.
+    """Waits until `deadline` for the end of the process that attached to the locked file `fd` last.
 
     Raises:
         ArenaBusy: the process still lives.
@@ -560,7 +581,7 @@ def busy(path: Path, pid: int) -> ArenaBusy:
 def start_of_process(pid: int) -> int | None:
     """The start of process `pid`, in clock ticks since boot; None if it is gone.
 
-    A zombie without threads is gone: its memory is released, only its exit status waits.
+    A zombie without threads counts as gone: its memory is released, and only its exit status is left.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()

@@ -1,13 +1,13 @@
-"""What one rank does alone, in its own arena: capture, undo, apply, redo, commit.
+"""The operations of one rank on its own arena, without other ranks: capture, undo, apply, redo, commit.
 
 `RankMemory` puts the parts of an arena together and writes the header's words in the order that
-docs/protocol.md, 1.1 demands. No network here: whatever this module does can be cut off between any two
-instructions and done again.
+docs/protocol.md, 1.1 demands. Each operation may be interrupted between any two instructions, by a crash as
+well, and then be repeated.
 
 Owns as well the two slots of replicated state (`Slots`): the slot of the last committed transaction is never
-written. A slot holds a share of the whole, some of its slices; a restarted rank gets the others from other
-ranks (`ecemb.recovery.state_slices`). `WindowBudget` predicts how many steps of a window there is memory for:
-a window's old records grow with its steps as those of the last window did.
+written. A slot holds some slices of the state; a restarted rank receives the others from other ranks
+(`ecemb.recovery.state_slices`). `WindowBudget` predicts the number of steps of a window that fit in memory:
+it expects the old records of a window to grow with its steps as those of the last window did.
 
 Must not know: the network, the content of replicated state, how ranks agree on a window.
 """
@@ -39,10 +39,10 @@ from .journal import PART_BYTES, ROW_JOURNALS, Inbox, Outbox, ParityJournal, Pre
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """What all ranks know of each other's memory.
+    """The layout of all ranks' rows and parity, equal on all ranks.
 
     Attributes:
-        placement: who keeps whose parity; None for a world of one rank, which has none.
+        placement: rank and block -> keepers of their parity; None for one rank alone, which has no parity.
         block_words: [world size][k], words of every rank's data blocks.
         generator: uint8 [n, k].
     """
@@ -58,9 +58,9 @@ class RankMemory:
     Args:
         arena: attached or just created; read and overwritten.
         layouts: this rank's tables in the order of their addresses; the rank state's record is the last.
-        geometry: what all ranks know.
+        geometry: the layout of all ranks.
         kernels: does the work on bytes.
-        backing: of a replacement's rows and parity, which are backed as they arrive; None: they are reserved.
+        backing: backs the rows and parity of a replacement rank as they arrive; None: both are reserved.
 
     Attributes:
         kernels: as given.
@@ -126,7 +126,7 @@ class RankMemory:
 
     @property
     def prepared(self) -> int:
-        """The last transaction that this rank can bring forward."""
+        """The last transaction that this rank has prepared: it can commit it, also after a crash."""
         return self.arena.get(Word.PREPARED)
 
     @property
@@ -136,7 +136,7 @@ class RankMemory:
 
     @property
     def message_bytes(self) -> int:
-        """Memory for messages to keepers, in this process."""
+        """Bytes of this process's memory that hold messages to keepers."""
         return self._messages.size_bytes
 
     def share_of(self, rank: int) -> Share:
@@ -144,35 +144,36 @@ class RankMemory:
         return Share.of(self.geometry.placement, rank)
 
     def join(self, generation: int, generation_id: int) -> None:
-        """Says that this arena is a member of a generation (docs/protocol.md, 2).
+        """Stores that this arena is a member of a generation (docs/protocol.md, 2).
 
-        A survivor that is INIT goes LIVE before: the arenas that vouch for it may be lost from then on.
+        A survivor that is INIT goes LIVE before: an INIT arena counts only beside a LIVE or REBUILDING arena
+        of its fill, and from this store on those may be lost.
         """
         if self.arena.get(Word.STATE) == State.INIT and self.prepared != NONE:
             self.go_live()
         self.arena.join(generation, generation_id)
 
     def mark_opened(self, generation: int) -> None:
-        """Says that rows and parity may change, as all ranks have joined (docs/protocol.md, 2)."""
+        """Stores that rows and parity may change. All ranks have joined before (docs/protocol.md, 2)."""
         self.arena.set(Word.OPENED, generation)
 
     def mark_prepared(self, transaction: int) -> None:
-        """Says that this rank can bring a transaction forward (docs/protocol.md, 1.1 and 3.3)."""
+        """Stores that this rank has prepared a transaction (docs/protocol.md, 1.1 and 3.3)."""
         self.arena.set(Word.PREPARED, transaction)
 
     def mark_undeclared(self) -> None:
-        """Says that rows differ from what parity was made of (docs/protocol.md, 3.3).
+        """Stores that rows were written undeclared, so that parity doesn't fit them (docs/protocol.md, 3.3).
 
         The next start encodes parity again.
         """
         self.arena.set(Word.UNDECLARED, 1)
 
     def mark_encoded(self) -> None:
-        """Says that parity fits the rows again (docs/protocol.md, 3.3)."""
+        """Stores that parity fits the rows again (docs/protocol.md, 3.3)."""
         self.arena.set(Word.UNDECLARED, 0)
 
     def go_live(self) -> None:
-        """Says that the arena is a survivor from here on: the last store of a start (docs/protocol.md, 2)."""
+        """Makes the arena LIVE, a survivor: the last store of a start (docs/protocol.md, 2)."""
         self.arena.set(Word.STATE, State.LIVE)
 
     def finish(self) -> None:
@@ -194,14 +195,17 @@ class RankMemory:
         self.arena.set(Word.RECOVERED_NS, time.time_ns())
 
     def record_lacking(self, size_bytes: int) -> None:
-        """Writes how much a replacement still lacks, for people who watch the job (docs/protocol.md, 2)."""
+        """Stores how many bytes a replacement rank still lacks, for people who watch the job.
+
+        See docs/protocol.md, 2.
+        """
         self.arena.set(Word.LACKING_BYTES, size_bytes)
 
     def arm(self, transaction: int, steps: int = 1) -> None:
-        """Begins a transaction, in a row journal that no undecided one needs.
+        """Begins a transaction, in the row journal whose own transaction is committed.
 
         Args:
-            transaction: its number.
+            transaction: number of the new transaction.
             steps: steps that it is expected to have.
         """
         likely_bytes = self.journal.likely_bytes
@@ -209,26 +213,30 @@ class RankMemory:
         self.journal.arm(transaction, steps, likely_bytes)
 
     def window_room(self, wanted: int, *, overlap: bool, owed_bytes: int = 0) -> int:
-        """How many steps the next window can have, if it goes as the one that ends.
+        """The most steps for which the next window has memory, if it changes rows as the last window did.
 
         Args:
-            wanted: the most steps, 1 or more.
-            overlap: whether two transactions may need room at the same time.
-            owed_bytes: what rows that are captured at the window's end will take in the journal.
+            wanted: upper bound of the result, 1 or more.
+            overlap: whether two transactions may need memory at the same time.
+            owed_bytes: size in the journal of the rows that are captured only at the end of the last window.
         """
         used = with_owed(self.journal.used_by_step, owed_bytes)
         return self._budgets[overlap].steps(wanted, used, self.message_bytes)
 
     def has_room_for_all(self, *, overlap: bool) -> bool:
-        """Whether there is room for a window that changes every row."""
+        """Whether there is memory for a window that changes every row.
+
+        Args:
+            overlap: as for `window_room`.
+        """
         return self._budgets[overlap].has_all()
 
     def mark_window_room(self, steps: int) -> None:
-        """Says how many steps a window may have, as one with more had no room (docs/protocol.md, 2)."""
+        """Stores the most steps of a window, after a longer one ran out of memory (docs/protocol.md, 2)."""
         self.arena.set(Word.WINDOW_ROOM, steps)
 
     def undo(self, transaction: int) -> int:
-        """Takes back what this rank did to its rows after a transaction, the newest first.
+        """Undoes the changes of this rank's rows by later transactions than `transaction`, the newest first.
 
         Returns:
             The number of rows written.
@@ -237,10 +245,10 @@ class RankMemory:
         return sum(one.undo() for one in sorted(undone, key=lambda one: one.label, reverse=True))
 
     def capture_rank_state(self, front: bytes | None = None) -> None:
-        """Saves the rank state's old record; it may be written after this.
+        """Saves the rank state's old record in the journal, so that it may be overwritten.
 
         Args:
-            front: the first bytes that it will have: only parts that these change are saved. None: all.
+            front: the first bytes of the new record: only parts that these change are saved. None: all parts.
         """
         count, width = self.space.named[-1].table.columns[0].shape
         changed: Iterable[int] = range(count)
@@ -250,12 +258,14 @@ class RankMemory:
         self.journal.capture(len(self.space.tables) - 1, np.array(changed, np.int64))
 
     def write_rank_state(self, front: bytes) -> None:
-        """Writes the first bytes of the rank state's record, and saves the parts that they change before."""
+        """Overwrites the first bytes of the rank state's record, after saving the parts that these change."""
         self.capture_rank_state(front)
         self.rank_state[: len(front)] = np.frombuffer(front, np.uint8)
 
     def read_block(self, stripe_class: int, block: int, start: int, stop: int) -> Words:
-        """Words start..stop-1 of this rank's block of a class, fewer at its end; read-only, may be a view.
+        """Words start..stop-1 of this rank's block of a class, fewer at the block's end; may be a view.
+
+        The caller must not write to the result (uint64).
 
         Args:
             stripe_class: a class that this rank is a member of.
@@ -276,15 +286,15 @@ class RankMemory:
             self.space.write_(self.space.bounds[block] + start, words)
 
     def back_rows(self, table: int, ids: Ids, each: int = 1) -> None:
-        """Backs rows by memory: before they are written for the first time, in an arena that is REBUILDING.
+        """Backs rows by memory: called before their first write, in an arena that is REBUILDING.
 
         Args:
-            table: by its index in `RowSpace.named`.
+            table: index in `RowSpace.named`.
             ids: int64 [m], in any order; read.
             each: number of neighbouring rows from each of `ids` on.
 
         Raises:
-            NotEnoughSpace: there is none any more; nothing was written.
+            NotEnoughSpace: there is no memory any more; no row was written.
         """
         if self._backing is not None:
             one = self.space.named[table].table
@@ -293,28 +303,35 @@ class RankMemory:
                     self._backing.ensure("rows", start + ids * size_bytes, each * size_bytes)
 
     def back_parity(self, stripe_class: int, offsets: Ids, words: int) -> None:
-        """The same for runs of words of a parity block, which begin at `offsets` (int64 [m], read)."""
+        """Backs runs of `words` words of a parity block, which begin at `offsets` (int64 [m], read).
+
+        Raises: as `back_rows`.
+        """
         if self._backing is not None and self.parity is not None and words:
             starts = (self.parity.starts[stripe_class] + offsets) * WORD_BYTES
             self._backing.ensure("parity", starts, words * WORD_BYTES)
 
     def back_all(self) -> None:
-        """The same for all rows and all parity."""
+        """Backs all rows and all parity.
+
+        Raises: as `back_rows`.
+        """
         if self._backing is not None:
             self._backing.ensure_all()
 
     def outbox(self, journal: RowJournal | None = None) -> Outbox:
-        """The deltas of a transaction, to be laid out; the next ones overwrite them.
+        """The deltas of a transaction, not yet laid out. The next outbox overwrites their memory.
 
         Args:
-            journal: the transaction's; None for the one that was armed last. It takes no more rows.
+            journal: the transaction's journal; None for the one that was armed last. It must capture no more
+                rows.
         """
         own = journal or self.journal
         other = next(one for one in self.journals if one is not own)
         return own.outbox(self._messages, other, head=self._r)
 
     def lay_out(self, outbox: Outbox, rest: Callable[[], object] = lambda: None) -> dict[int, Words]:
-        """Lays out deltas, as messages to keepers.
+        """Lays out deltas. Returns the message to each keeper, uint64, a view.
 
         Args:
             outbox: from `outbox`.
@@ -327,14 +344,16 @@ class RankMemory:
         return messages(outbox.words, outbox.edges, placement, self.rank)
 
     def prepare(self, transaction: int) -> None:
-        """The inbox is complete and all is written: whatever happens now, the vote decides.
+        """Seals the inbox and stores that this rank has prepared the transaction. The vote decides after it.
 
-        Everything that `apply` will need is reserved here: nothing may fail for want of space once the
-        transaction is prepared.
+        Called when the inbox is complete, and rows and replicated state are written. It reserves all memory
+        that `apply` needs: no prepared transaction may fail for lack of space.
 
         Raises:
-            InconsistentArenas: a received delta fits nothing here; the transaction is not prepared.
-            NotEnoughSpace: the parity under them can't be backed, or its journal; neither is it then.
+            InconsistentArenas: a received delta fits no parity block of this rank; the transaction is not
+                prepared.
+            NotEnoughSpace: the parity under the deltas, or the parity journal, can't be backed by memory; the
+                transaction is not prepared.
         """
         self.inbox.seal(transaction)
         received = self._checked(transaction)
@@ -345,9 +364,10 @@ class RankMemory:
         self.mark_prepared(transaction)
 
     def _with_memory(self, received: Received, backing: Backing) -> Received:
-        """The rows of deltas of whose parity some has memory, and the rest of it gets some.
+        """The received rows whose parity has memory. Where only some of a row's pages have, backs the others.
 
-        Parity without memory was never stored. What is stored there later has these rows.
+        The other rows are left out: parity without memory was never stored, and what is stored there later
+        includes these rows.
         """
         found: list[tuple[int, Delta]] = []
         for sender, delta in received:
@@ -367,14 +387,14 @@ class RankMemory:
         return received
 
     def apply(self, transaction: int, rest: Callable[[], object] = lambda: None) -> None:
-        """Brings parity to `transaction` from the inbox, row by row; may be done again after it was cut off.
+        """Adds the inbox's deltas to parity, row by row. May be repeated after an interruption.
 
         Args:
-            transaction: the one that is prepared.
+            transaction: the prepared transaction.
             rest: called between two parts of the work.
 
         Raises:
-            InconsistentArenas: it was cut off, and what the journal says of that is damaged.
+            InconsistentArenas: after an interruption, the inbox or the parity journal is damaged.
         """
         if self.parity is None:
             return
@@ -394,10 +414,10 @@ class RankMemory:
             done -= len(delta.offsets)
 
     def commit(self, transaction: int) -> None:
-        """Says that a transaction is decided, in its last store (docs/protocol.md, 1.1).
+        """Stores that a transaction is committed (docs/protocol.md, 1.1).
 
-        Journals with this label, or a lower one, are void from here on. The time, which is for people, is
-        stored before.
+        Journals with this label, or a lower one, are void after this store. The time of the commit, which is
+        only for people, is stored before it.
         """
         self.arena.set(Word.COMMITTED_NS, time.time_ns())
         self.arena.set(Word.COMMITTED, transaction)
@@ -412,8 +432,8 @@ class RankMemory:
             The number of rows undone, and whether a transaction was redone.
 
         Raises:
-            InconsistentArenas: this rank has committed more than T, or what it has to undo or redo from is
-                damaged; no row and no parity was written.
+            InconsistentArenas: this rank has committed a later transaction than T, or the journal or inbox
+                that it undoes or redoes from is damaged; no row and no parity was written.
         """
         if self.committed > transaction:
             raise InconsistentArenas(
@@ -426,7 +446,7 @@ class RankMemory:
         undone = self.undo(transaction)
         redone = self.committed < transaction
         if redone:
-            if self.committed != NONE:  # else it is what this arena began with, and has no inbox
+            if self.committed != NONE:  # else `transaction` is the arena's first state, without an inbox
                 self._checked(transaction)
                 self.apply(transaction)
             self.commit(transaction)
@@ -434,7 +454,11 @@ class RankMemory:
 
 
 def encoded(memory: RankMemory, start: int, stop: int) -> dict[int, Words]:
-    """Words start..stop-1 of each of this rank's blocks, to their keepers, as deltas from zero."""
+    """The messages that encode parity: words start..stop-1 of each block of this rank, as deltas from zero.
+
+    Returns:
+        Keeper -> its message, uint64, a view of new memory.
+    """
     placement = memory.geometry.placement
     if placement is None:
         return {}
@@ -456,11 +480,11 @@ _SLOTS = {
     "slot0": (Word.SLOT0_LABEL, Word.SLOT0_BYTES),
     "slot1": (Word.SLOT1_LABEL, Word.SLOT1_BYTES),
 }
-"""Regions, each with its words."""
+"""Region -> its words of the header: label, and bytes in use."""
 
 
 class Slots:
-    """The two versions of replicated state in an arena. Only the uncommitted one is written.
+    """The two versions of replicated state in an arena. The committed version is never overwritten.
 
     Args:
         arena: holds the regions "slot0" and "slot1" and the words `slot0_label`, `slot0_bytes`, ....
@@ -509,10 +533,10 @@ class Slots:
 
 
 class StateCopy:
-    """Replicated state in this process's memory, whole.
+    """All of the replicated state, in this process's memory: it ends with the process.
 
     Args:
-        memory: a saved state; none by default.
+        memory: uint8, a saved state; None: empty.
     """
 
     share: Share = WHOLE
@@ -530,26 +554,26 @@ class StateCopy:
         """See `Slots.seal`."""
 
     def read(self, transaction: int) -> NDArray[np.uint8]:
-        """The state that was saved last."""
+        """The state that was saved last, uint8, whatever its transaction."""
         return self._memory
 
 
 StateStore: TypeAlias = Slots | StateCopy
-"""The place that `ReplicatedState` is saved to, and loaded from if its share is the whole."""
+"""The store that `ReplicatedState` saves to. It loads from the store if the store's share is the whole."""
 
 
 _SPARE = 1.125
-"""More rows than the last window had are room for as well, by this factor."""
-_FRESH_S = 10.0  # how long the answer of the kernel counts
+"""Memory for the next window, as a multiple of its expected need."""
+_FRESH_S = 10.0  # how long the number of free bytes is reused before the kernel is asked again
 
 
 class WindowBudget:
-    """What one rank has for the growth of a window.
+    """The memory that one rank has for a window, and the number of steps that fit.
 
     Args:
         arena: attached.
-        copies: for each region that grows with a window, and for the process's own memory as "", its bytes
-            for each byte of the row journal.
+        copies: region that grows with a window -> its bytes for each byte of the row journal. The key "" is
+            this process's own memory.
     """
 
     def __init__(self, arena: Arena, copies: Mapping[str, float]) -> None:
@@ -560,7 +584,7 @@ class WindowBudget:
         self._asked_s, self._free_bytes = -_FRESH_S, 0
 
     def has_all(self) -> bool:
-        """Whether a window of any length has room, as all rows have."""
+        """Whether there is memory for a window that changes all rows, and so for a window of any length."""
         return self._fits(len(self._arena.region("row_journal")), 0)
 
     def steps(self, wanted: int, used: Sequence[int], held_bytes: int) -> int:
@@ -569,7 +593,7 @@ class WindowBudget:
         Args:
             wanted: 1 or more.
             used: bytes of the row journal after each step of the last window, ascending, not empty.
-            held_bytes: of the process's own memory for a window.
+            held_bytes: bytes of this process's own memory that it has allocated for windows before.
         """
 
         def is_too_long(steps: int) -> bool:
@@ -582,7 +606,7 @@ class WindowBudget:
         for region, copies in self._copies.items():
             part = copies * size_bytes
             if region:
-                part = min(part, len(self._arena.region(region)))  # which has room for all rows
+                part = min(part, len(self._arena.region(region)))  # the capacity is for all rows
             needed += max(0.0, part - (self._arena.reserved(region) if region else held_bytes))
         return needed <= 0 or needed <= self._free() / self._sharing
 
@@ -594,25 +618,30 @@ class WindowBudget:
 
 
 def with_owed(used: Sequence[int], owed_bytes: int) -> list[int]:
-    """Bytes of the row journal after each step of a window, with those that its end adds.
+    """Adds the rows that are captured only at a window's end to the bytes of its row journal after each step.
 
-    How many rows those were after each step isn't known. Popular rows come first, so their number is taken to
-    grow with the root of the steps: for a shorter window, that is rather too many.
+    The number of these rows after each step isn't known. It is assumed to grow with the square root of the
+    number of steps, as popular rows come first: too high for a shorter window rather than too low.
 
     Args:
-        used: as of `WindowBudget.steps`.
-        owed_bytes: what the end adds.
+        used: as for `WindowBudget.steps`.
+        owed_bytes: bytes that the end adds.
+
+    Returns:
+        Bytes after each step.
     """
     return [size + math.ceil(owed_bytes * math.sqrt((i + 1) / len(used))) for i, size in enumerate(used)]
 
 
 def journal_bytes(used: Sequence[int], steps: int) -> float:
-    """What a window of some steps is expected to save, in bytes.
+    """The expected bytes of the row journal after a window, times `_SPARE`.
+
+    Beyond the last window's steps, the bytes are assumed to grow as over its last quarter: a window changes
+    fewer new rows in each step the longer it lasts.
 
     Args:
-        used: as of `WindowBudget.steps`. A window changes fewer new rows the longer it lasts, so that its
-            last quarter says how it goes on.
-        steps: of the window, 1 or more.
+        used: as for `WindowBudget.steps`.
+        steps: number of steps of the window, 1 or more.
     """
     known = len(used)
     if steps <= known:
@@ -623,7 +652,7 @@ def journal_bytes(used: Sequence[int], steps: int) -> float:
 
 
 def free_bytes(arena: Arena) -> int:
-    """Bytes that can still be stored where an arena is: the least that a limit leaves, but for promises."""
+    """Bytes that can still be stored in an arena's file system: by the tightest limit, less all promises."""
     with private_files.opened(private_files.locate(arena.path).arena_dir, create=True) as folder:
         free = min((limit.free_bytes for limit in capacity.limits(folder, arena.path)), default=1 << 62)
         return max(0, free - capacity.promised_elsewhere(folder))

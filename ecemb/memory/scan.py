@@ -1,10 +1,10 @@
-"""Finds, removes and asks after arenas in the folder of a host, without claiming them.
+"""Finds, reports and removes arenas in the folder of a host, and requests that a job leaves its machines.
 
-Owns the reports of a scan. Invariant: a scan changes nothing, and drops no lock of this process.
+Owns the reports of a scan. Invariant: a scan claims and changes nothing, and drops no lock of this process.
 
-Owns the request that a job leaves its machines: an empty file beside its arenas, on any of its hosts. It
-stands as long as the process that asks holds a lock of it: the kernel ends the request of a process that is
-killed. The job answers at its next `Guard.asked_to_leave`.
+Owns the request to leave: an empty file beside the job's arenas, on any of its hosts. The request stands as
+long as the requesting process holds a lock of the file: if that process is killed, the kernel releases the
+lock and so ends the request. The job answers at its next `Guard.asked_to_leave`.
 
 Must not know the content of regions, nor the job's processes; never imports torch.distributed.
 """
@@ -67,15 +67,15 @@ class Directory(Folder):
 
         Waits up to `timeout_s` seconds while another living process holds any of them. An arena that is still
         held is reported with its `holder`. Arenas of this process are reported at once. A wait of some
-        seconds is logged. If the holder closes its job meanwhile, the tombstone is reported, though its file
-        is gone: this job is finished.
+        seconds is logged. If the holder closes its job during the wait, it removes its arenas: their
+        tombstones are reported all the same, as they show that the job is finished.
 
         Raises:
             ArenaInsecure: a file belongs to another user, is open to others, or is no plain file.
         """
         began = time.monotonic()
         said = False
-        awaited: dict[str, int] = {}  # name -> a descriptor, which can be read after the name is gone
+        awaited: dict[str, int] = {}  # file name -> a descriptor, readable after the file is removed
         try:
             while True:
                 looks = [_look(self, name, awaited) for name in _arena_names(self)]
@@ -100,7 +100,12 @@ class Directory(Folder):
                 os.close(fd)
 
     def _closed(self, awaited: Mapping[str, int], found: Sequence[Found]) -> list[Found]:
-        """Awaited arenas that the close of their job removed meanwhile."""
+        """The tombstones among awaited arenas whose files were removed during the wait.
+
+        Args:
+            awaited: file name -> a descriptor of the arena.
+            found: the arenas whose files are still there.
+        """
         left = {one.path.name for one in found}
         gone = [_described(fd, self, name, None, 0) for name, fd in awaited.items() if name not in left]
         return [one for one in gone if one.header is not None and one.header.state is State.FINISHED]
@@ -108,9 +113,8 @@ class Directory(Folder):
     def check_alone(self, generation: int) -> None:
         """Raises if another living process holds an arena that is not a member of `generation`.
 
-        At a fresh start there is no locked arena yet that a second launch of the job could meet. So this
-        check comes after all ranks have created their arenas: then at least one of two launches sees the
-        other's.
+        Two concurrent fresh starts of one job find no arena of each other at first. So this check comes after
+        all ranks have created their arenas: then at least one of two launches finds the arenas of the other.
 
         Raises:
             ArenaBusy: another launch of the job begins on this host.
@@ -129,7 +133,7 @@ class Directory(Folder):
 def arenas(arena_dir: str | Path) -> Iterator[Found]:
     """All arenas of this user below `arena_dir`, of any job and host, sorted by path.
 
-    For the command line: an untrusted level is reported with its `damage`, and the others still are.
+    For the command line: an untrusted level is reported by its `damage`, and the walk goes on.
 
     Raises:
         ConfigurationError: `arena_dir` doesn't exist.
@@ -142,13 +146,13 @@ def remove(found: Found | str | Path, *, force: bool = False) -> bool:
 
     Args:
         found: the arena; the file of a `Found` is removed only if its path still names it.
-        force: remove it even if a living process holds it, which keeps its mapping until its end.
+        force: whether to remove an arena that a living process holds; that process keeps its mapping.
 
     Returns:
-        Whether it was there.
+        Whether the arena was there.
 
     Raises:
-        ArenaBusy: a living process holds it, and `force` is not set.
+        ArenaBusy: a living process holds the arena, and `force` is not set.
         ArenaInsecure: its path can't be trusted; remove it by hand.
         ConfigurationError: the path is not that of an arena of this user.
     """
@@ -170,7 +174,7 @@ def remove(found: Found | str | Path, *, force: bool = False) -> bool:
     if fd is None:
         return False
     try:
-        # Another process that also removes it holds it for an instant.
+        # Another process that removes it at the same time holds the lock for an instant.
         private_files.lock(fd, path, time.monotonic() + _REMOVAL_S)
         pid, start = headers.last_holder(fd)
         private_files.await_gone(fd, pid, start, path, deadline=0)
@@ -185,9 +189,10 @@ def _arena_names(place: Folder) -> list[str]:
 
 
 def _look(place: Folder, name: str, awaited: dict[str, int] | None = None) -> Found | None:
-    """Reports the file `name` without claiming it; None if it is gone.
+    """Reports the arena in file `name` without claiming it; None if the file is gone.
 
-    If another process holds it, `awaited` takes the descriptor: the name may be gone when it is opened again.
+    If another process holds the arena, a descriptor is added to `awaited`, as the file may be removed before
+    the next scan.
     """
     status = place.status(name)
     if status is None:
@@ -269,11 +274,11 @@ _LOCK_POLL_S = 0.01
 
 @contextmanager
 def asking_to_leave(place: Folder) -> Generator[None, None, None]:
-    """The request stands within the block, and the file is gone after it.
+    """Requests within the block that the job leaves; removes the file of the request after it.
 
     Raises:
-        ArenaError: the file can't be made.
-        ConfigurationError: another process asks.
+        ArenaError: the file can't be created.
+        ConfigurationError: another process has requested it already.
     """
     deadline = time.monotonic() + _LOCK_PATIENCE_S
     while (fd := _locked(place)) is None:
@@ -286,34 +291,34 @@ def asking_to_leave(place: Folder) -> Generator[None, None, None]:
     try:
         yield
     finally:
-        with contextlib.suppress(EcembError):  # without the lock it is no request
+        with contextlib.suppress(EcembError):  # a file that stays is no request without the lock
             place.unlink(LEAVE_REQUEST, os.fstat(fd).st_ino)
         os.close(fd)
 
 
 def is_asked_to_leave(place: Folder) -> bool:
-    """Whether the request stands on this host.
+    """Whether a living process requests on this host that the job leaves.
 
     Raises:
-        ArenaInsecure: the file, or a folder above it, is another user's.
+        ArenaInsecure: the file, or a folder above it, belongs to another user.
     """
     if (fd := place.open(LEAVE_REQUEST, os.O_RDONLY)) is None:
         return False
     try:
         return not _locks(fd, fcntl.LOCK_SH)
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has a copy of the descriptor
         os.close(fd)
 
 
 def withdraw_request(place: Folder) -> None:
-    """Removes the file, and folders that are then empty."""
+    """Removes the file of the request, and folders that are then empty."""
     if (status := place.status(LEAVE_REQUEST)) is not None:
         place.unlink(LEAVE_REQUEST, status.st_ino)
 
 
 def _locked(place: Folder) -> int | None:
-    """The descriptor of the file, made if necessary, with its lock; None if another process has that."""
+    """Opens the file of the request, created if necessary, and locks it; None if it is locked elsewhere."""
     try:
         fd = place.make(LEAVE_REQUEST)
     except FileExistsError:
