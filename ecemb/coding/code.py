@@ -136,7 +136,7 @@ class Code:
     def generator(self) -> NDArray[np.uint8]:
         """Builds the generator matrix G: block i of a stripe is XOR_j G[i, j] * data[j].
 
-        r = 1 is one row of ones (plain XOR) and k = 1 is copies. Otherwise G = V · V[:k]^-1 over
+        With r = 1 parity is one row of ones (plain XOR), with k = 1 copies. Otherwise G = V · V[:k]^-1 over
         GF(2^8) / 0x11D, where V[i, j] = x_i^j, x_0 = 0 and x_i = 2^(i-1): Rizzo's systematic
         Vandermonde code, as zfec has it. Any k rows of V are independent since the x_i differ, and
         so are any k rows of G: every set of k blocks decodes.
@@ -161,7 +161,7 @@ class Code:
     def decode_weights(
         self, lost: Sequence[int], available: Sequence[int], generator: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
-        """Computes the weights that rebuild lost blocks from k available ones: G[lost] · G[available]^-1.
+        """Computes the weights that rebuild lost blocks from k available blocks: G[lost] · G[available]^-1.
 
         `block[lost[i]] = XOR_j weights[i, j] * block[available[j]]`. The plan of a recovery calls it, with
         the same arguments on all ranks.

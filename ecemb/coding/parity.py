@@ -1,13 +1,12 @@
-"""Parity: the deltas of rows, as they are sent to its keepers, and the parity blocks that a rank keeps.
+"""Parity: the deltas of rows, in the format of messages to keepers, and the parity blocks that a rank keeps.
 
 A *delta* is old XOR new of a record's words. A `Delta` has the deltas of records of equal width in one data
 block: their word offsets in the block, and the words. A rank lays out its Deltas in *sections*, one for each
-data block in their order. A keeper needs the Deltas of neighbouring blocks, so its message is one run of
-these words. Nothing is copied for the r keepers of a block, and a message lies in the keeper's inbox as it
-was sent.
+data block, in the order of blocks. A keeper needs the Deltas of neighbouring blocks, so its message is one
+run of these words: nothing is copied for the r keepers of a block, and the keeper's inbox has the same words.
 
-A section begins with r words, its *head*: its size, and the sizes of those that follow it, 0 where there are
-none. A message has at most r sections, so its first words say how long it is.
+A section begins with r words, its *head*: its size, and the sizes of the r - 1 sections after it, 0 where
+there is none. A message has at most r sections, so its first r words give its length.
 
 Owns the form of these messages, the bytes of the r parity blocks that the placement gives this rank, and the
 arithmetic on them: parity row q of a class is the XOR over the class's data blocks i of g(q, i) times block
@@ -52,7 +51,7 @@ class Delta:
         return Delta(self.block, self.offsets[start:stop], self.words[start:stop])
 
     def parts(self, size_bytes: int, start: int = 0) -> Iterator[Delta]:
-        """This one from record `start` on, in pieces of about `size_bytes`, in order; views."""
+        """Cuts the records from `start` on into Deltas of about `size_bytes` each, in order; views."""
         count, width = self.words.shape
         step = max(1, size_bytes // max(1, self.words.itemsize * width))
         for at in range(start, count, step):
@@ -78,7 +77,7 @@ def blank(out: Words, block: int, records: int, width: int) -> Delta:
 
 
 def size_words(records: int, width: int) -> int:
-    """Words that a Delta takes in a message."""
+    """Size in words of a Delta of `records` records of `width` words, in a message."""
     return HEAD_WORDS + records * (1 + width)
 
 
@@ -96,7 +95,7 @@ def write_heads_(words: Words, edges: Sequence[int], r: int) -> None:
 
 
 def sections(message: Words, r: int) -> Iterator[Words]:
-    """The Deltas of each section of a message (uint64), without heads of `r` words; views.
+    """The Deltas of each section of a message (uint64), without the head of `r` words; views.
 
     Raises:
         InconsistentArenas: the sizes in the heads don't fit the message.
@@ -119,7 +118,7 @@ def messages(words: Words, edges: Sequence[int], placement: Placement, rank: int
 
     Args:
         words: uint64, the rank's Deltas in the order of their blocks, with heads or without.
-        edges: k + 1 words; what belongs to block i lies in edges[i]..edges[i+1]-1.
+        edges: k + 1 words; the Deltas of block i lie in edges[i]..edges[i+1]-1.
         placement: the keepers of each block.
         rank: the rank.
 
@@ -135,13 +134,21 @@ def messages(words: Words, edges: Sequence[int], placement: Placement, rank: int
 
 
 def parted(words: Words, lengths: Sequence[int]) -> dict[int, Words]:
-    """Cuts messages that lie end to end (uint64 [sum(lengths)]) by sender; views, without empty ones."""
+    """Cuts messages that lie end to end, in the order of senders.
+
+    Args:
+        words: uint64 [sum(lengths)].
+        lengths: sender -> length of its message in words.
+
+    Returns:
+        Sender -> its message, a view. Empty messages are left out.
+    """
     edges = itertools.pairwise(itertools.accumulate(lengths, initial=0))
     return {sender: words[a:b] for sender, (a, b) in enumerate(edges) if a < b}
 
 
 class Scratch:
-    """Memory that every step overwrites. Getting fresh pages would cost more than writing them."""
+    """Memory that every step overwrites: to allocate fresh pages would cost more than to write them."""
 
     def __init__(self) -> None:
         self._words = np.empty(0, np.uint64)
@@ -161,8 +168,8 @@ class Scratch:
 def unpack(message: Words) -> Iterator[Delta]:
     """Parses Deltas end to end, as views: a section without its head, or a message without heads.
 
-    The words come from another process, or from memory that may be damaged, so all its fields are checked.
-    `ParityBlocks.check`, which knows the blocks, checks the offsets.
+    The words come from another process, or from memory that may be damaged, so all fields are checked but the
+    offsets: `ParityBlocks.check`, which knows the blocks, checks these.
 
     Args:
         message: uint64, Deltas end to end.
@@ -192,10 +199,10 @@ Received = Sequence[tuple[int, Delta]]
 
 
 def class_words(placement: Placement, block_words: Sequence[Sequence[int]], stripe_class: int) -> int:
-    """Length of a class's blocks in words: that of its longest data block.
+    """Length of a class's blocks in words: the length of its longest data block.
 
     Args:
-        placement: who keeps what.
+        placement: the map of ranks and blocks to classes.
         block_words: [world size][k], words of every rank's data blocks.
         stripe_class: 0..N-1.
     """
@@ -230,14 +237,14 @@ class ParityBlocks:
 
     Args:
         memory: uint64 [parity_words(...)], read and overwritten in place.
-        placement: who keeps what.
+        placement: the map of ranks and blocks to classes.
         rank: this rank.
         block_words: [world size][k], words of every rank's data blocks.
         generator: uint8 [n, k], the code's generator.
         kernels: does the arithmetic.
 
     Attributes:
-        blocks: class -> the parity row that this rank keeps, and its words.
+        blocks: class -> the parity row that this rank keeps, and its words (uint64, a view).
         starts: class -> the word of the memory at which its block starts.
     """
 
@@ -298,12 +305,12 @@ class ParityBlocks:
                 )
 
     def finish_(self, sender: int, delta: Delta, saved: Words) -> None:
-        """Adds a Delta of one row under which parity may be half changed.
+        """Adds a Delta of one row to parity that an interrupted `advance_` may have half changed.
 
         Args:
-            sender: whose Delta it is.
+            sender: the rank that sent the Delta.
             delta: of one row.
-            saved: the old words under it, uint64, as many or more; read.
+            saved: the old words of parity under the row, uint64 [width or more]; read.
         """
         words, _ = self._target(sender, delta)
         start, width = int(delta.offsets[0]), delta.words.shape[1]
@@ -317,7 +324,7 @@ class ParityBlocks:
             self._kernels.mul_add_rows_(words, delta.offsets, delta.words, weight)
 
     def advance_(self, sender: int, delta: Delta, saved: Words, mark: Ids) -> None:
-        """Adds one Delta in such a way that it can be finished; see `Kernels.update_rows_`."""
+        """Adds one Delta; `finish_` completes it after an interruption. See `Kernels.update_rows_`."""
         words, weight = self._target(sender, delta)
         self._kernels.update_rows_(words, delta.offsets, delta.words, weight, saved, mark)
 
@@ -327,10 +334,11 @@ class ParityBlocks:
             words[:] = 0
 
     def syndromes(self, received: Received, start: int, stop: int) -> list[Syndrome]:
-        """Compares parity with rows, which are given as deltas from zero.
+        """Compares parity with rows.
 
         Args:
-            received: words start..stop-1 of every data block whose parity this rank keeps.
+            received: (sender, Delta) pairs, the rows as deltas from zero: words start..stop-1 of every data
+                block whose parity this rank keeps.
             start: first word of the range, counted from the blocks' start.
             stop: end of the range; blocks may end before it.
 
@@ -350,7 +358,11 @@ class ParityBlocks:
         return found
 
     def _target(self, sender: int, delta: Delta) -> tuple[Words, int]:
-        """The parity that a Delta changes, and its weight there."""
+        """The parity block that a Delta changes (uint64), and the Delta's weight in it.
+
+        Raises:
+            InconsistentArenas: this rank keeps no parity of the Delta's block.
+        """
         target = self._targets.get((sender, delta.block))
         if target is None:
             raise InconsistentArenas(

@@ -1,15 +1,16 @@
 """The placement of parity, rotating and declustered over all ranks; and of the slices of replicated state.
 
 Owns the map between ranks, positions, stripe classes and blocks. Its invariant: the n blocks of a stripe
-class sit at n consecutive positions of a ring of N >= n, so on n different ranks. It is arithmetic over
-integers, with the same results on every rank. Must not know: the code's coefficients, bytes, processes.
+class sit at n consecutive positions of a ring of N >= n positions, so on n different ranks. The map is
+arithmetic over integers, with the same results on every rank. Must not know: the code's coefficients, bytes,
+processes.
 
 Stripe class c (0 <= c < N) has its r = n - k parity blocks at positions c .. c+r-1 and its k data
 blocks at c+r .. c+n-1, modulo N. A class's blocks are numbered as in the code: data 0 .. k-1,
 parity k .. n-1.
 
-`Share` is the part of the replicated state that a rank's slots hold: some slices, cut where parts of the
-state begin and end. Invariant: any r lost ranks leave a holder of each slice (`Placement.slice_holders`).
+`Share` is the part of the replicated state that a rank's slots hold: some of its N slices. Invariant: any r
+lost ranks leave a holder of each slice (`Placement.slice_holders`).
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Placement:
     def plan(cls, n: int, k: int, domains: Sequence[str | int]) -> Placement:
         """Finds positions that put the n blocks of every stripe in n different domains.
 
-        M ranks of one domain, n or more positions apart on the ring, need N >= n * M positions, so no domain
-        may hold more than floor(N / n) ranks. This is also sufficient: `_interleaved` constructs the
-        positions in O(N log N), and its docstring has the proof.
+        M ranks of one domain have to be n or more positions apart on the ring, which needs N >= n * M
+        positions, so no domain may hold more than floor(N / n) ranks. This condition is also sufficient:
+        `_interleaved` constructs the positions in O(N log N), and its docstring has the proof.
 
         Args:
             n: Blocks in a stripe.
@@ -117,7 +118,7 @@ class Placement:
         return tuple(sorted(range(self.world_size), key=self.positions.__getitem__))
 
     def stripe_class(self, rank: int, block: int) -> int:
-        """The class that has data block `block` of `rank`, as its data block of the same number."""
+        """The class that data block `block` of `rank` belongs to, with the same number in the class."""
         return (self.positions[rank] - self.r - block) % self.world_size
 
     def keepers(self, rank: int, block: int) -> tuple[int, ...]:
@@ -138,7 +139,7 @@ class Placement:
         }
 
     def senders(self, rank: int) -> tuple[int, ...]:
-        """The n - 1 ranks of whose data blocks `rank` keeps parity: those that have it in `recipients`."""
+        """The n - 1 ranks for whose data blocks `rank` keeps parity: `rank` is among their `recipients`."""
         position = self.positions[rank]
         return tuple(self.order[(position + d) % self.world_size] for d in range(1, self.n))
 
@@ -163,19 +164,19 @@ class Placement:
         return {c: tuple(sorted(found[c])) for c in sorted(found)}
 
     def broken(self, lost: Collection[int]) -> tuple[int, ...]:
-        """The classes that lose more than r blocks with the `lost` ranks, and so data."""
+        """The classes that lose more than r blocks with the `lost` ranks: their data can't be rebuilt."""
         return tuple(c for c, blocks in self.erasures(lost).items() if len(blocks) > self.r)
 
     def tolerates(self, lost: Collection[int]) -> bool:
-        """Whether all data of the `lost` ranks can be rebuilt: exact for any set, true for any r ranks."""
+        """Whether all data of the `lost` ranks can be rebuilt. Exact for any set; always true for r ranks."""
         return not self.broken(lost)
 
     def slice_holders(self, c: int) -> tuple[int, ...]:
         """The r + 1 ranks that each hold slice c of the replicated state, which is cut into N slices.
 
-        They are consecutive members of class c: the r with its parity, and the next one. So a slice is lost
-        only with more than r members of one class: slices tolerate all losses that parity tolerates. Holders
-        are in different failure domains if the members of a stripe are.
+        The holders are the r members of class c with parity, and the member at the next position. So a slice
+        is lost only with more than r members of one class: slices tolerate all losses that parity tolerates.
+        Holders are in different failure domains if the members of a stripe are.
         """
         return tuple(self.order[(c + offset) % self.world_size] for offset in range(self.r + 1))
 
@@ -194,7 +195,11 @@ class Placement:
         return all(len(set(ring[c : c + self.n])) == self.n for c in range(self.world_size))
 
     def fragile(self, domains: Sequence[str | int]) -> list[str | int]:
-        """The `domains` (rank -> name) whose loss alone, of all their ranks, is more than is tolerated."""
+        """The domains whose loss alone, with all their ranks, is not tolerated.
+
+        Args:
+            domains: Rank -> name of its failure domain.
+        """
         ranks: dict[str | int, list[int]] = {}
         for rank, name in enumerate(domains):
             ranks.setdefault(name, []).append(rank)
@@ -202,12 +207,11 @@ class Placement:
 
 
 def fitting_codes(domains: Sequence[str | int]) -> list[tuple[int, int]]:
-    """All codes (n, k) that `Placement.plan` can place on `domains`, longest and cheapest first.
-
-    `range(N)` gives those that `Placement.ranks` can place on N ranks.
+    """All codes (n, k) that `Placement.plan` can place, largest n first, then least parity first.
 
     Args:
-        domains: Rank -> name of its failure domain.
+        domains: Rank -> name of its failure domain. `range(N)`: the codes that `Placement.ranks` can place on
+            N ranks.
     """
     return [(n, k) for n in range(_longest(domains), 1, -1) for k in range(n - 1, 0, -1)]
 
@@ -219,17 +223,17 @@ def _longest(domains: Sequence[str | int]) -> int:
 
 
 def _interleaved(domains: Sequence[str | int]) -> tuple[int, ...]:
-    """Rank -> position, ranks of one domain floor(N / M) or more positions apart on the ring.
+    """Computes rank -> position so that ranks of one domain are floor(N / M) or more positions apart.
 
     M is the most ranks that one domain holds. Write the ranks, domain by domain and the fullest
     first, into the columns of a table with M rows, top to bottom; rows have L = floor(N / M)
     columns, and the first N mod M of them one more. Reading row by row gives the ring.
 
-    A domain with M ranks fills one column, so its ranks are a row's length apart: L or more. One
-    with fewer may start in row a of column j and wrap to rows 0 .. b of column j+1, where
-    b <= a - 2. Downwards, and around the ring from the last row to the first, its ranks are again
-    L or more apart; from (b, j+1) to (a, j) it is two rows or more, less one: 2L - 1 >= L.
-    For equal domains all this is plain round-robin.
+    A domain with M ranks fills one column, so its ranks are a row's length apart: L or more. A
+    domain with fewer ranks may start in row a of column j and wrap to rows 0 .. b of column j+1,
+    where b <= a - 2. Downwards, and around the ring from the last row to the first, its ranks are
+    again L or more apart; from (b, j+1) to (a, j) the distance is two rows or more, less one:
+    2L - 1 >= L. For domains of equal size the result is plain round-robin.
     """
     counts = Counter(domains)  # by first appearance, which sorted() keeps: the same on every rank
     height = max(counts.values())
@@ -254,7 +258,7 @@ def _too_few_ranks(n: int, k: int, domains: Sequence[str | int]) -> str:
 
 
 def _domains_that_fit(n: int, k: int, domains: Sequence[str | int]) -> str:
-    """Names hosts on which the code can be placed: with as many ranks in all, or on each, as now."""
+    """Names numbers of hosts on which the code fits: with today's ranks on each host, or today's total."""
     most, limit = max(Counter(domains).values()), len(domains) // n
     fitting = [f"{n} hosts with {most} ranks on each" if most > 1 else f"{n} hosts"]
     if limit > 0:
@@ -265,7 +269,7 @@ def _domains_that_fit(n: int, k: int, domains: Sequence[str | int]) -> str:
 
 
 def _suggestion(n: int, k: int, domains: Sequence[str | int]) -> str:
-    """Names the longest codes that fit, with as much parity as (n, k) first, then with less."""
+    """Names the codes with the largest n that fit: first with as much parity as (n, k), then with less."""
     longest = _longest(domains)
     codes = [(longest, longest - r) for r in range(min(n - k, longest - 1), 0, -1)]
     if not codes:
@@ -274,7 +278,7 @@ def _suggestion(n: int, k: int, domains: Sequence[str | int]) -> str:
 
 
 ALIGN_BYTES = 64
-"""Slices begin at multiples of this, as tensors do: no element of a tensor is in two slices."""
+"""Slices begin at multiples of this number, and so do tensors: no element of a tensor is in two slices."""
 
 
 @dataclass(frozen=True)
@@ -282,8 +286,8 @@ class Share:
     """The slices of the replicated state that the slots of one rank hold.
 
     Attributes:
-        count: Number of slices that the whole is cut into.
-        held: Numbers of those that are held, ascending.
+        count: Number of slices that the state is cut into.
+        held: Numbers of the slices that the rank holds, ascending.
     """
 
     count: int
@@ -291,10 +295,10 @@ class Share:
 
     @classmethod
     def of(cls, placement: Placement | None, rank: int) -> Share:
-        """The share of a rank: r + 1 of N slices, or the whole.
+        """The share of a rank: r + 1 of N slices, or all of the state.
 
         Args:
-            placement: Of the job; None for one rank, which holds the whole.
+            placement: Of the job; None for one rank alone, which holds all of the state.
             rank: The rank.
         """
         if placement is None:
@@ -310,13 +314,13 @@ class Share:
         """The bounds of all slices: slice c is bytes edges[c] to edges[c + 1] - 1.
 
         Args:
-            area_bytes: Size of the whole, a multiple of `ALIGN_BYTES`.
+            area_bytes: Size of the replicated state, a multiple of `ALIGN_BYTES`.
         """
         units = area_bytes // ALIGN_BYTES
         return [units * c // self.count * ALIGN_BYTES for c in range(self.count + 1)]
 
     def runs(self, area_bytes: int) -> list[range]:
-        """The bytes of the whole that are held, in their order; neighbouring slices are one run."""
+        """The ranges of bytes of the state that are held, ascending; neighbouring slices are one range."""
         return runs(self.edges(area_bytes), self.held)
 
     def size_bytes(self, area_bytes: int) -> int:
@@ -328,7 +332,9 @@ WHOLE = Share(1, (0,))
 
 
 def runs(edges: Sequence[int], slices: Sequence[int]) -> list[range]:
-    """The bytes of some slices, in the order of the slices; neighbouring ones are one run, empty ones none.
+    """The ranges of bytes of some slices, in the order of `slices`.
+
+    Neighbouring slices are one range; empty slices have none.
 
     Args:
         edges: As `Share.edges` returns them.
@@ -345,7 +351,8 @@ def runs(edges: Sequence[int], slices: Sequence[int]) -> list[range]:
 
 
 HOST_FAULTS_PER_DAY = 4.2e-3
-"""Of one host: 584 faults of 400 GPU servers in 349 days (published: InfiniteHBD's fault trace, 2025)."""
+"""Faults of one host per day: 584 of 400 GPU servers in 349 days (published: InfiniteHBD's fault trace,
+2025)."""
 
 
 HOST_SHARE = 0.25

@@ -2,8 +2,9 @@
 
 Owns the geometry of a rank's rows: the bytes of a row's *record*, and the address of each record in the
 rank's *row space* of 8-byte words. A table shard is a list of row-aligned tensors (the weight and each
-per-row optimizer state); row i's record is their bytes side by side, padded with zeros to 8. Records are
-virtual: they exist in journals, deltas and parity, while the tensors stay contiguous in the arena.
+per-row optimizer state); row i's record has the bytes of row i of each tensor, side by side, padded with
+zeros to a multiple of 8 bytes. Records are virtual: they exist in journals, deltas and parity, while the
+tensors stay contiguous in the arena.
 
 Invariant: two ranks (or two generations of one rank) with equal layouts have equal addresses.
 Must not know: optimizers, processes, the use of the bytes.
@@ -30,7 +31,7 @@ ALIGN_BYTES = 64
 SPLIT_BYTES = 512
 """Size of the parts in which a single long record is captured (`split`)."""
 PART = re.compile(r"(.*)\[:, (\d+):(\d+)\]", re.DOTALL)
-"""A table's name, and the range of its columns, in the name of a shard that lacks some (`part_of`)."""
+"""Matches the name of a shard that has only some columns of its table (`part_of`): table's name, range."""
 _NONE = np.empty(0, np.uint64)
 
 
@@ -57,8 +58,9 @@ class TableLayout:
         name: the table's key, unique on the rank.
         rows: number of local rows, 0 allowed.
         columns: the row-aligned tensors, in the order of their bytes in the record.
-        group: neighbours in the row space with the same group lie column by column in memory: the first
-            columns of all tables, end to end, then the second columns; "" for a table without a group.
+        group: tables that are neighbours in the row space and have the same group lie column by column in
+            memory: the first columns of all of them, end to end, then the second columns; "" for a table
+            without a group.
     """
 
     name: str
@@ -100,12 +102,12 @@ def _listed(columns: Sequence[Column]) -> str:
 
 
 def part_of(name: str, start: int, stop: int) -> str:
-    """The name of a table's shard that has only these of its columns."""
+    """The name of a shard that has only columns start..stop-1 of table `name`."""
     return f"{name}[:, {start}:{stop}]"
 
 
 def base(name: str) -> str:
-    """The name of a table whose columns may be sharded: without their range."""
+    """The table's name in a shard's name: without the range of columns, if there is one (`part_of`)."""
     found = PART.fullmatch(name)
     return name if found is None else found[1]
 
@@ -117,7 +119,7 @@ def arrange(layouts: Sequence[TableLayout]) -> tuple[list[list[int]], int]:
         layouts: the rank's tables, in the order of their addresses.
 
     Returns:
-        For each table the byte at which each of its columns starts; and the size of all tables in bytes.
+        For each table the byte at which each of its columns starts; and the total size in bytes.
 
     Raises:
         ConfigurationError: tables of a group have different numbers of columns.
@@ -141,10 +143,11 @@ def arrange(layouts: Sequence[TableLayout]) -> tuple[list[list[int]], int]:
 
 
 def joined(layouts: Sequence[TableLayout]) -> list[TableLayout]:
-    """Merges each group of tables with equal columns into one table, so that one call can take rows of all.
+    """Merges each group of tables with equal columns into one table, whose rows one call can capture.
 
-    The first table of the group gets the rows of all, one table after another, as they lie in memory
-    (`arrange`) and in the row space. Tables without a group stay as they are.
+    The first table of the group gets the rows of all tables, one table after another, in the order of memory
+    (`arrange`) and of the row space. The list keeps its length: the other tables stay in it. Tables without a
+    group, or with other columns, stay as they are.
     """
     found: list[TableLayout] = []
     for first, *others in _groups(layouts):
@@ -157,7 +160,7 @@ def joined(layouts: Sequence[TableLayout]) -> list[TableLayout]:
 
 
 def joined_to(layouts: Sequence[TableLayout]) -> list[int]:
-    """For each table the index of the one that has its rows after `joined`: the group's first, or itself."""
+    """Table -> index of the table that has its rows after `joined`: the first of its group, or itself."""
     found: list[int] = []
     for group in _groups(layouts):
         start, is_joined = len(found), all(one.columns == group[0].columns for one in group)
@@ -166,7 +169,10 @@ def joined_to(layouts: Sequence[TableLayout]) -> list[int]:
 
 
 def split(layout: TableLayout) -> TableLayout:
-    """A table of one row and column as rows of `SPLIT_BYTES`, if it has whole ones; any other as it is."""
+    """A table of one row and column as a table with rows of `SPLIT_BYTES` bytes.
+
+    A table with more rows or columns, or whose size is not a multiple of `SPLIT_BYTES`, stays as it is.
+    """
     size_bytes = layout.columns[0].row_bytes if len(layout.columns) == layout.rows == 1 else 0
     if not size_bytes or size_bytes % SPLIT_BYTES:
         return layout
@@ -207,7 +213,7 @@ class Table:
         parts: list[tuple[NDArray[np.unsignedinteger], int]] = []
         offset = 0
         for column, start in zip(layout.columns, starts, strict=True):
-            # Without rows it is at its start as well: an empty slice would be at the memory's.
+            # Not a slice: a slice without rows would have the address of the memory, not of its start.
             rows = np.ndarray((layout.rows, column.row_bytes), np.uint8, memory.data, start)
             self.columns.append(rows)
             if column.row_bytes:
@@ -219,7 +225,7 @@ class Table:
     def gather(self, ids: Ids, out: Words) -> None:
         """Writes the records of rows `ids` (int64 [m]) to `out` (uint64 [m, record_words], overwritten)."""
         if len(ids) == 1 and 0 <= (row := int(ids[0])) < self.layout.rows:
-            # As the rank state's, in each step, when the code of the kernels is not in a cache.
+            # Such as the rank state in each step, when the kernels' code is in no cache of the processor.
             self._read(row, row + 1, out)
             return
         self.kernels.gather_records(self._parts, ids, out)
@@ -229,7 +235,7 @@ class Table:
 
         Args:
             ids: int64 [m].
-            old: uint64 [m, record_words], the earlier output of `gather`; read.
+            old: uint64 [m, record_words], an earlier output of `gather` for these rows; read.
             out: uint64 [m, record_words], overwritten.
         """
         self.kernels.change_records(self._parts, ids, old, out)
@@ -258,9 +264,9 @@ class Table:
 
 
 class Addresses:
-    """The meaning of the words of a rank's row space, cut into k blocks at record boundaries.
+    """The tables and rows under the words of a rank's row space, cut into k blocks at record boundaries.
 
-    It follows from layouts alone, so any rank can compute it for any other.
+    Computed from layouts alone, so that any rank can compute it for any other rank.
 
     Args:
         layouts: the rank's tables, in the order of their addresses.
@@ -287,7 +293,7 @@ class Addresses:
         self.bounds: tuple[int, ...] = (*bounds, total)
 
     def mask(self, block: int, offsets: Ids) -> Words:
-        """The bits of words that belong to rows. The others are padding, or beyond the block's end.
+        """For each word, the bits that belong to rows. The other bits are padding, or beyond the block's end.
 
         Args:
             block: the data block.
@@ -320,14 +326,16 @@ class Addresses:
 
 @dataclasses.dataclass(frozen=True)
 class NamedTable:
-    """A table by which rows are captured, lost and undone (see `joined`, `split`).
+    """A table by which rows are captured, lost and undone.
+
+    It is the rank's table of the same index, or what `joined` or `split` make of it. The records of both
+    begin at the same word of the row space.
 
     Attributes:
-        table: its layout and memory. Its records begin at the same word as those of the rank's table of the
-            same number.
-        owner: number of the named table that has all rows of the group; the own number if there is no group.
-        rows: the numbers, in the owner, of the rows of the rank's table of the same number.
-        edges: its first row in each block, and the end of its rows: k + 1 numbers.
+        table: layout and memory.
+        owner: index of the named table that has all rows of the group; the own index if there is no group.
+        rows: the row numbers, in the owner, of the rows of the rank's table of the same index.
+        edges: k + 1 row numbers: the table's first row in each block, and the end of its rows.
     """
 
     table: Table
@@ -337,17 +345,21 @@ class NamedTable:
 
 
 class RowSpace(Addresses):
-    """The addresses of a rank's rows, with the tables that are there.
+    """The row space of one rank, with the memory of its tables.
 
     Args:
         tables: the rank's tables, in the order of their addresses.
         k: number of data blocks.
-        named: for each of them the table by which its rows are captured; by default itself.
+        named: for each table, the table by which its rows are captured; by default itself.
 
     Attributes:
-        tables: as the rank has them.
-        named: as their rows are captured. Those that are their own owners have each row once.
+        tables: the rank's tables.
+        named: for each table, the named table by which its rows are captured. Those that are their own owners
+            have each row once.
         words: number of all words.
+
+    Raises:
+        ConfigurationError: two tables have the same name.
     """
 
     def __init__(self, tables: Sequence[Table], k: int, named: Sequence[Table] | None = None) -> None:
@@ -374,22 +386,28 @@ class RowSpace(Addresses):
 
     @staticmethod
     def _first_row(layout: TableLayout, base: int, bound: int) -> int:
-        """The first row of a table at word `base` that belongs to the block after a bound.
+        """The first row that belongs to the block after word `bound`, of a table that begins at word `base`.
 
-        Records of 0 words belong to no block.
+        Returns 0 for a table whose records have 0 words: they belong to no block.
         """
         if not layout.words:
             return 0
         return min(max(0, -(-(bound - base) // layout.record_words)), layout.rows)
 
     def cut(self, table: int, ids: Ids) -> list[int]:
-        """The k + 1 indices at which the blocks' bounds cut rows of a named table (int64 [m], ascending)."""
+        """The k + 1 indices at which the blocks' bounds cut `ids`, rows of a named table.
+
+        Args:
+            table: index of the named table.
+            ids: int64 [m], ascending; read.
+        """
         return np.searchsorted(ids, self.named[table].edges).tolist()
 
     def completed(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
         """The rows, table by table, whose last word is within words start..stop-1.
 
-        For consecutive ranges of words, each row belongs to exactly one of them: the one that completes it.
+        If ranges of words follow each other, each row belongs to exactly one of them: the range with its last
+        word.
         """
         for index, (table, base) in enumerate(zip(self.tables, self.bases, strict=False)):
             if width := table.layout.record_words:
