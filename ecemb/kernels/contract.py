@@ -1,8 +1,8 @@
 """Kernels: the few operations on bulk bytes that everything else is built on.
 
 Owns: the contract (`Kernels`), the checks of its arguments, and the choice of an implementation by name
-(`get_kernels`); what all implementations share: `Columns`, the parts of which a table's records are made and
-which lie apart in memory, and `RowSet`, a set of rows as bits, since a table may have billions of rows.
+(`get_kernels`). All implementations share `Columns`, the columns of a table, which are separate arrays and
+side by side in its records, and `RowSet`, a set of rows as a bitmap, since a table may have billions of rows.
 `reference` is plain numpy, slow and easy to read, and is the specification. The others are fast and equal to
 it bit for bit.
 
@@ -41,11 +41,11 @@ _MODULES: Final = {
 }
 
 NAMES: Final = tuple(_MODULES)
-"""The names that `get_kernels` takes. Importing the module of one may still fail on this machine."""
+"""The names that `get_kernels` takes. The import of a kernel's module may still fail on this machine."""
 
 
 def get_kernels(name: str, threads: int = 1) -> Kernels:
-    """Returns the kernels of this name, imported on the first call. It never substitutes others.
+    """Returns the kernels of this name, imported on the first call, or raises: no other kernels replace them.
 
     Args:
         name: One of `NAMES`.
@@ -74,7 +74,7 @@ def _cached(name: str, threads: int) -> Kernels:
 
 
 class Kernels(ABC):
-    """The contract. Public methods check their arguments and are final; private ones implement them.
+    """The contract. Public methods check their arguments and are final; private methods implement them.
 
     Implementations are final and keep no state. `*` is the product in GF(2^8) / 0x11D of each byte.
 
@@ -124,7 +124,7 @@ class Kernels(ABC):
 
     @final
     def gather_records(self, columns: Columns, ids: Ids, out: Words) -> None:
-        """Copies records of a table: the rows of its columns side by side, and zeros behind them.
+        """Copies records of a table: for each row its columns side by side, and then zeros.
 
         `out[i] = columns[ids[i]]`
 
@@ -141,14 +141,14 @@ class Kernels(ABC):
 
     @final
     def change_records(self, columns: Columns, ids: Ids, old: Words, out: Words) -> None:
-        """Computes how records of a table differ from earlier ones.
+        """Computes the XOR of records of a table and earlier records of the same rows.
 
         `out[i] = columns[ids[i]] XOR old[i]`
 
         Args:
             columns: The table; read.
             ids: int64 [m], row numbers, in any order, repeats allowed; read.
-            old: uint64 [m, columns.words], zero behind the columns, as `gather_records` makes them; read.
+            old: uint64 [m, columns.words], zero after the columns, as `gather_records` writes them; read.
             out: uint64 [m, columns.words]; overwritten. Not overlapping the table or `old`.
 
         Raises:
@@ -164,11 +164,11 @@ class Kernels(ABC):
         Args:
             ids: int64 [m], row numbers, in any order, repeats allowed; read.
             rows: The set; afterwards all of `ids` are in it.
-            out: int64 [at least m]; the first count elements are overwritten with the new rows, ascending,
+            out: int64 [at least m]; the first `count` elements are overwritten with the new rows, ascending,
                 each once; the others are left alone. Not overlapping `ids`.
 
         Returns:
-            count, the number of new rows.
+            `count`, the number of new rows.
 
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
@@ -183,7 +183,7 @@ class Kernels(ABC):
 
     @final
     def forget_(self, rows: RowSet, ids: Ids) -> None:
-        """Takes rows out of a set.
+        """Removes rows from a set.
 
         Args:
             rows: The set; afterwards none of `ids` is in it.
@@ -221,7 +221,7 @@ class Kernels(ABC):
 
         `dst[offsets[i]:offsets[i]+w] ^= weight * src[i]`
 
-        Deltas update parity by this.
+        Updates parity by deltas.
 
         Args:
             dst: uint64 [S]; the rows are updated, the rest left alone.
@@ -242,13 +242,13 @@ class Kernels(ABC):
     def update_rows_(
         self, dst: Words, offsets: Ids, src: Words, weight: int, saved: Words, mark: Ids
     ) -> None:
-        """Adds m weighted rows of w words, so that what a process leaves that ends anywhere can be finished.
+        """Adds m weighted rows of w words, so that the update can be completed if the process ends anywhere.
 
         `dst[offsets[i]:offsets[i]+w] ^= weight * src[i]`
 
-        Rows are numbered on from the number in `mark`: the first one here has the number after it. They
-        change in order, and stores have this order: a row's old words to `saved[number % 2]`, its number to
-        `mark`, the row.
+        Rows are numbered on from the number in `mark`: row i has the number `mark[0] + 1 + i`. They change in
+        order, and the stores for each row have this order: its old words to `saved[number % 2]`, its number
+        to `mark`, its new words to `dst`.
 
         Args:
             dst: uint64 [S]; the rows are updated, the rest left alone.
@@ -300,7 +300,7 @@ class Kernels(ABC):
     def dot(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None:
         """Combines blocks: `outs[q] = XOR_j weights[q, j] * blocks[j]`; zeros when there is no block.
 
-        This encodes parity and rebuilds lost blocks.
+        Encodes parity and rebuilds lost blocks.
 
         Args:
             blocks: k arrays uint64 [S]; read. Not overlapping an output.
@@ -324,8 +324,7 @@ class Kernels(ABC):
             named[label] = out
         self._dot(blocks, weights, outs)
 
-    # An implementation supplies these methods. Arguments have been checked. A weight is not 0, except in
-    # `_dot`.
+    # Implementations define these methods. Arguments have been checked. A weight is not 0, except in `_dot`.
 
     @abstractmethod
     def _scatter(self, table: Elements, ids: Ids, records: Elements, column: int) -> None: ...
@@ -377,7 +376,7 @@ def check_array(
     dimensions: int,
     dtypes: tuple[np.dtype[Any], ...],
 ) -> None:
-    """Raises unless `array` is a contiguous numpy array of one of `dtypes` with `dimensions` dimensions."""
+    """Raises KernelError unless `array` is C-contiguous, aligned, of one of `dtypes`, with `dimensions`."""
     if not isinstance(array, np.ndarray):
         raise KernelError(f"{operation}: {label} has to be a numpy array, not {type(array).__name__}")
     known = cast("NDArray[Any]", array)
@@ -399,11 +398,11 @@ def check_array(
 
 
 def check_output(operation: str, label: str, output: NDArray[Any], **inputs: NDArray[Any]) -> None:
-    """Raises unless `output` is writeable and shares no memory with `inputs`."""
+    """Raises KernelError unless `output` is writeable and shares no memory with `inputs`."""
     if not output.flags.writeable:
         raise KernelError(f"{operation}: {label} is written to, but the array is read-only")
     for name, array in inputs.items():
-        # Exact for contiguous arrays: it compares their bounds.
+        # Compares the bounds of both arrays, which is exact for contiguous arrays.
         if np.may_share_memory(output, array):
             raise KernelError(
                 f"{operation}: {label} is written to while {name} is read; their memory overlaps"
@@ -413,7 +412,7 @@ def check_output(operation: str, label: str, output: NDArray[Any], **inputs: NDA
 def check_length(
     operation: str, label: str, array: NDArray[Any], other: str, reference: NDArray[Any]
 ) -> None:
-    """Raises unless `array` is as long as `reference`."""
+    """Raises KernelError unless `array` is as long as `reference`."""
     if array.size != reference.size:
         raise KernelError(
             f"{operation}: {label} has {array.size} words; it has to have {other}'s {reference.size}"
@@ -421,7 +420,7 @@ def check_length(
 
 
 def check_weight(operation: str, weight: int) -> None:
-    """Raises unless `weight` is an element of the field."""
+    """Raises KernelError unless `weight` is an element of GF(2^8), 0..255."""
     if not isinstance(cast(object, weight), int | np.integer) or not 0 <= weight <= 255:
         raise KernelError(
             f"{operation}: weight {weight!r} is not an element of GF(2^8); the elements are the ints 0..255"
@@ -429,7 +428,7 @@ def check_weight(operation: str, weight: int) -> None:
 
 
 def check_ids(operation: str, ids: Ids, rows: int, owner: str) -> None:
-    """Raises unless every id is a row, 0..rows-1, of `owner`."""
+    """Raises KernelError unless every id is a row, 0..rows-1, of `owner`."""
     if not within(ids, rows):
         i = int(np.flatnonzero((ids < 0) | (ids >= rows))[0])
         raise KernelError(
@@ -444,7 +443,7 @@ def within(indices: Ids, stop: int) -> bool:
 
 
 def check_places(operation: str, sparse: str, words: Words, offsets: Ids, dense: str, packed: Words) -> None:
-    """Raises unless `words` [S] has room for a row of `packed` [m, w] at each of `offsets` [m]."""
+    """Raises KernelError unless a row of `packed` [m, w] fits into `words` [S] at each of `offsets` [m]."""
     check_array(operation, sparse, words, 1, (WORD,))
     check_array(operation, dense, packed, 2, (WORD,))
     check_array(operation, "offsets", offsets, 1, (INDEX,))
@@ -472,18 +471,18 @@ class Columns:
 
     Args:
         rows: rows of the table, 0 or more.
-        parts: of each column its rows, uint8/16/32/64 [rows, w], and its first element in a record; without
-            gaps, in the order of a record.
+        parts: for each column, in the order of a record, its array, uint8/16/32/64 [rows, w], and the index
+            of its first element in a record, in elements of its dtype. Columns leave no gaps.
 
     Attributes:
         rows: as given.
         words: 8-byte words of a record.
         parts: as given.
-        widths: bytes of a row in each column.
-        addresses: int64, of row 0 in each column.
+        widths: for each column the bytes of a row.
+        addresses: int64 [columns], address of row 0 of each column.
 
     Raises:
-        KernelError: a column is no such array, has other rows than the others, or leaves a gap.
+        KernelError: a column is not such an array, has another number of rows, or leaves a gap.
     """
 
     def __init__(self, rows: int, parts: Sequence[tuple[Elements, int]]) -> None:
@@ -508,9 +507,9 @@ class Columns:
         self._named = {f"column {number} of the table": column for number, (column, _) in enumerate(parts)}
 
     def check(self, operation: str, ids: Ids, *, out: Words, **read: Words) -> None:
-        """Raises KernelError unless `ids` are rows, and `out` and what is `read` have a record for each.
+        """Raises KernelError unless `ids` are rows, and `out` and arrays of `read` have a record for each.
 
-        `out` must be writeable, and share no memory with the columns or what is read.
+        `out` must be writeable, and share no memory with the columns or the arrays of `read`.
         """
         check_array(operation, "ids", ids, 1, (INDEX,))
         for label, records in {**read, "out": out}.items():
@@ -528,7 +527,7 @@ ROWS_PER_WORD = 64
 
 _ALL = (1 << ROWS_PER_WORD) - 1
 _LOOK_WORDS = 1 << 14
-"""Words that are looked at together: what is computed of them stays in the processor's cache."""
+"""Words of a set that are processed together: intermediate results stay in the processor's cache."""
 
 _ONES = np.array([byte.bit_count() for byte in range(256)], np.uint8)
 
@@ -537,16 +536,16 @@ _ONES = np.array([byte.bit_count() for byte in range(256)], np.uint8)
 class RowSet:
     """A set of row numbers below `rows`; empty at first.
 
-    One thread may change it at a time. While rows are only added, others may ask `has` meanwhile: a word is
-    stored at once, so they find a row or don't.
+    One thread may change a set at a time. While rows are only added, other threads may call `has`: a word is
+    stored at once, so that they find a row either in the set or not yet.
 
-    The owner keeps it as long as the table, since making a set clears a bit of memory for each row.
+    The owner keeps a set as long as the table, since a new set has to clear a bit of memory for each row.
 
     Args:
         rows: rows of the table, 0 or more.
 
     Attributes:
-        rows: the same.
+        rows: as given.
         seen: uint64 [ceil(rows / 64)], bit i % 64 of word i // 64 is set if row i is in the set.
     """
 
@@ -555,7 +554,7 @@ class RowSet:
         self.seen: NDArray[np.uint64] = np.zeros(-(-rows // ROWS_PER_WORD), np.uint64)
 
     def add_(self, row: int) -> bool:
-        """Adds one row, as `Kernels.distinct` adds many; returns whether it is new.
+        """Adds one row, as `Kernels.distinct` adds many; returns whether the row is new.
 
         Raises:
             KernelError: there is no such row.
@@ -568,7 +567,7 @@ class RowSet:
         return not known >> bit & 1
 
     def has(self, ids: Ids) -> NDArray[np.bool_]:
-        """Which rows are in the set.
+        """For each row, whether it is in the set.
 
         Args:
             ids: int64 [m], rows of the table, in any order, repeats allowed; read.
@@ -594,7 +593,7 @@ class RowSet:
         return min(word * ROWS_PER_WORD + (absent & -absent).bit_length() - 1, self.rows)
 
     def count(self, first: int, stop: int) -> int:
-        """How many of the rows first..stop-1 of the table are in the set."""
+        """The number of rows of first..stop-1 that are in the set."""
         low, high = first // ROWS_PER_WORD, stop // ROWS_PER_WORD
         count = self._count_below(stop) - self._count_below(first)
         for start in range(low, high, _LOOK_WORDS):
@@ -602,10 +601,10 @@ class RowSet:
         return count
 
     def _count_below(self, row: int) -> int:
-        """How many rows before `row` are in the set, of those in its word."""
+        """The number of rows in the set that are before `row` and in the same word."""
         word, bit = divmod(row, ROWS_PER_WORD)
         return (int(self.seen[word]) & (1 << bit) - 1).bit_count() if bit else 0
 
     def clear_(self) -> None:
-        """Takes all rows out: faster than `Kernels.forget_` when they are many."""
+        """Removes all rows: faster than `Kernels.forget_` for many rows."""
         self.seen.fill(0)

@@ -1,12 +1,12 @@
 """Kernels for the CPU: loops compiled for this machine's vector units, on one thread or several.
 
-Owns: the loops, which of them does which operation, and products in GF(2^8). The loops are compiled when the
-kernels are made, in some tens of milliseconds, and run without the interpreter's lock. The contract checks
-all arguments; the loops check nothing. All arguments of theirs are integers: addresses, and sizes in bytes or
-rows.
+Owns: the loops, the choice of loops for each operation, and products in GF(2^8). The loops are compiled when
+the kernels are made, in some tens of milliseconds, and run without the interpreter's lock. The contract
+checks all arguments; the loops check nothing. All arguments of loops are integers: addresses, and sizes in
+bytes or rows.
 
-Row i lies at base + indices[i] · scale. Loops prefetch some rows ahead, since most of the time of a scattered
-row is waiting for memory.
+Row i is at the address base + indices[i] · scale. Loops prefetch some rows ahead, since most of the time for
+a scattered row is spent waiting for memory.
 
 A product is linear in the bits of one factor: weight * x = XOR_j x_j · (weight * 2^j), where x_j is bit j of
 x. So each weight is one 8 x 8 matrix of bits, and there are three ways to apply it to many bytes:
@@ -38,12 +38,12 @@ class Cpu(Kernels):
     """Kernels compiled for this machine's vector units.
 
     Args:
-        products: how to multiply; by default the fastest way that this processor has.
-        threads: threads that share large operations. `scatter_`, `distinct` and `forget_` use one
-            thread, since they may write one place twice, and `update_rows_`, since it works in order.
+        products: how to multiply; by default the fastest way that this processor supports.
+        threads: threads that share large operations. `scatter_`, `distinct` and `forget_` use one thread,
+            since they may write to a place twice, and `update_rows_`, since it changes rows in order.
 
     Attributes:
-        products: the same.
+        products: the way to multiply.
     """
 
     name: ClassVar[str] = "cpu"
@@ -65,7 +65,7 @@ class Cpu(Kernels):
             add_loop(unit, self.products, journalled=True),
         )
         self._add, self._multiply, self._add_journalled, self._multiply_journalled = adds
-        # Compiled at the first use: for the records that there are; and most processes never combine blocks.
+        # Compiled at first use: the widths of records are known then; most processes never combine blocks.
         self._of_records = functools.cache(
             lambda widths: compiled(*(record_loop(unit, widths, changes=one) for one in (False, True)))
         )
@@ -185,22 +185,22 @@ WORD_BYTES: Final = number(8)
 
 AHEAD_ROWS: Final = 24
 AHEAD_BITS: Final = 16
-"""How far ahead the words of a bitmap are prefetched, in rows."""
+"""Rows by which the words of a bitmap are prefetched ahead."""
 
 AHEAD_BYTES: Final = 1024
 """Bytes of a row that are prefetched. The processor itself prefetches the rest of a long row."""
 
 DIGITS: Final = 256
-"""Values of a byte, by which rows are sorted."""
+"""Number of values of a byte, the digit of the radix sort of rows."""
 
 MOST_OUTPUTS: Final = 4
-"""Sums that `dot` keeps in registers at the same time."""
+"""Number of outputs that `dot` computes at the same time, with their sums in registers."""
 
 
 def move_loop(unit: int, *, put: bool) -> Emitter:
-    """(base, indices, count, scale, width, records, stride): moves rows of `width` bytes.
+    """(base, indices, count, scale, width, records, stride): copies rows of `width` bytes.
 
-    With `put` row i = records[i · stride ..], otherwise the reverse.
+    With `put` from the record at records + i · stride to row i, otherwise from row i to the record.
     """
     e = Emitter("put" if put else "copy", 7)
     base, indices, count, scale, width, records, stride = e.arguments
@@ -217,11 +217,12 @@ def move_loop(unit: int, *, put: bool) -> Emitter:
 
 
 def record_loop(unit: int, widths: Sequence[int], *, changes: bool) -> Emitter:
-    """(columns, indices, count, out): out[i] = the record of row i, from columns of these widths.
+    """(columns, indices, count, out): out[i] = the record of row i, from columns of these widths in bytes.
 
-    `columns` are the addresses of their first rows, which follow each other without gaps; a record is padded
-    with zeros to words. With `changes` there is one more argument, old: out[i] = the record XOR old[i]. The
-    sizes are a part of the code, which takes half the time of `move_loop` for each column.
+    `columns` has the address of row 0 of each column; the rows of a column follow each other without gaps. A
+    record is padded with zeros to words. With `changes` there is one more argument, old: out[i] = the record
+    XOR old[i]. The widths are constants in the code, which takes half the time of a `move_loop` for each
+    column.
     """
     e = Emitter("differ" if changes else "pack", 5 if changes else 4)
     columns, indices, count, *outputs = e.arguments
@@ -248,7 +249,7 @@ def record_loop(unit: int, widths: Sequence[int], *, changes: bool) -> Emitter:
 
 
 def _copy_record(e: Emitter, source: Value, records: Sequence[Value], width: int, unit: int) -> None:
-    """Writes `width` bytes to the first of `records`, XOR those of the second if there is one."""
+    """Copies `width` bytes of `source` to the first of `records`, XOR those of the second if there is one."""
     target, *old = records
 
     def act(at: Value, size: int) -> None:
@@ -263,7 +264,7 @@ def _copy_record(e: Emitter, source: Value, records: Sequence[Value], width: int
 
 
 def _cut(size: int, largest: int) -> Iterator[tuple[int, int]]:
-    """The pieces of some bytes, as of `Emitter.pieces`: where each begins, and its size."""
+    """Cuts `size` bytes into pieces as `Emitter.pieces` does: yields the begin and the size of each."""
     at = 0
     while at < size:
         piece = min(largest, 1 << (size - at).bit_length() - 1)
@@ -275,9 +276,9 @@ def add_loop(unit: int, products: Products | None, *, journalled: bool = False) 
     """(base, indices, count, scale, width, src, constants): row i ^= weight * src[i · width ..].
 
     Without `products` the weight is 1, and `constants` is not read. With `journalled` there are three more
-    arguments, saved, stride and mark, an address: before row i changes, it is copied to
-    saved + (number mod 2) · stride, and then its number is stored at `mark`; it is what is stored there in
-    the beginning, plus i + 1.
+    arguments, saved, stride and mark, an address. Row i has the number that is stored at `mark` at the
+    beginning, plus i + 1. Before row i changes, it is copied to saved + (number mod 2) · stride, and then its
+    number is stored at `mark`.
     """
     e = Emitter("add", 10 if journalled else 7)
     base, indices, count, scale, width, src, constants, *journal = e.arguments
@@ -309,7 +310,7 @@ def add_loop(unit: int, products: Products | None, *, journalled: bool = False) 
 
 
 def _keep(e: Emitter, unit: int, row: Value, width: Value, place: Value) -> None:
-    """Copies a row to a place."""
+    """Copies `width` bytes of a row to the address `place`."""
 
     def act(at: Value, size: int) -> None:
         for part in range(0, size, unit):
@@ -323,8 +324,8 @@ def _keep(e: Emitter, unit: int, row: Value, width: Value, place: Value) -> None
 def dot_loop(products: Products, outputs: int) -> Emitter:
     """(blocks, constants, stride, count, outs, size): outs[q] = XOR_j weight[q, j] * blocks[j], q < outputs.
 
-    `blocks` and `outs` are arrays of addresses, `constants` those of weight[q, j] at q · count + j, each
-    `stride` bytes; blocks have `size` bytes.
+    `blocks` and `outs` are arrays of addresses; blocks have `size` bytes. `constants` is an array whose
+    element q · count + j, of `stride` bytes, has the constants of weight[q, j].
     """
     e = Emitter("dot", 6)
     blocks, constants, stride, count, outs, size = e.arguments
@@ -357,9 +358,10 @@ def dot_loop(products: Products, outputs: int) -> Emitter:
 def distinct_loop() -> Emitter:
     """(ids, count, seen, out, spare, counts, digits): returns the number of words written to out, ascending.
 
-    Tests a bit per id. New rows go to `spare`, which has room for all and one more: without a branch, which
-    would often be mispredicted. They are sorted by byte after byte, from the lowest of `digits` on, an odd
-    number: to `out`, back to `spare`, and so on. `counts` has a word for each value of a byte.
+    Tests and sets a bit for each id. Every id is stored to `spare`, and the next overwrites it unless it is
+    new: without a branch, which would often be mispredicted. So `spare` has space for all ids and one more.
+    The new rows are then sorted by a radix sort on their lowest `digits` bytes, an odd number: from `spare`
+    to `out`, back to `spare`, and so on. `counts` has a word for each value of a byte.
     """
     e = Emitter("distinct", 7)
     ids, count, seen, out, spare, counts, digits = e.arguments
@@ -406,7 +408,7 @@ def distinct_loop() -> Emitter:
 
 
 def forget_loop() -> Emitter:
-    """(ids, count, seen): clears the bits."""
+    """(ids, count, seen): clears the bit of each id in the bitmap `seen`."""
     e = Emitter("forget", 3)
     ids, count, seen = e.arguments
     with e.loop(count) as each:
@@ -427,7 +429,7 @@ def _row(
     *,
     write: bool,
 ) -> Value:
-    """The address of row `index`. Prefetches the row that is `AHEAD_ROWS` ahead."""
+    """The address of row `index`. Prefetches the row that comes `AHEAD_ROWS` later."""
     make = e.make
     last = make.sub(count, number(1))
     ahead = _at_most(e, make.add(index, number(AHEAD_ROWS)), last)
@@ -453,13 +455,13 @@ Way = Literal["affine", "shuffle", "planes"]
 
 @dataclass(frozen=True)
 class Products:
-    """A way to multiply, in vectors of 16, 32 or 64 bytes."""
+    """A way to multiply in GF(2^8), in vectors of 16, 32 or 64 bytes."""
 
     way: Way
     vector_bytes: int
 
     def constants(self) -> NDArray[np.uint8]:
-        """Returns uint8 [256, c]: the bytes that `prepare` reads for each weight."""
+        """Returns uint8 [256, c]: for each weight the bytes that `prepare` reads."""
         return _CONSTANTS[self.way]()
 
     def prepare(self, emitter: Emitter, constants: Value) -> list[Value]:
@@ -484,7 +486,7 @@ class Products:
                 taken = make.and_(make.sext(chosen, factor.type), _resized(emitter, constant, size))
                 product = make.xor(product, taken)
             return product
-        full = max(size, 16)  # the shortest vector of the instructions
+        full = max(size, 16)  # the instructions have vectors of 16 bytes or more
         wide = _resized(emitter, factor, full)
         fitting = [_resized(emitter, constant, full) for constant in prepared]
         if self.way == "affine":
@@ -525,7 +527,7 @@ def _repeated(emitter: Emitter, address: Value, given: int, size: int) -> Value:
 
 
 def _resized(emitter: Emitter, value: Value, size: int) -> Value:
-    """A vector of `size` bytes that begins with those of `value`; bytes beyond its end are arbitrary."""
+    """A vector of `size` bytes that begins with those of `value`; further bytes are arbitrary."""
     count = value.type.count
     return value if count == size else _shuffled(emitter, value, [i % count for i in range(size)])
 

@@ -1,7 +1,7 @@
-"""Machine code for this processor, made while the program runs: loops and vectors in LLVM's terms.
+"""Machine code for this processor, compiled while the program runs: loops and vectors in LLVM's terms.
 
 Owns: how functions of 64-bit integers are written (`Emitter`) and compiled (`compiled`). LLVM compiles the
-few loops here in a few milliseconds, so there is no cache of compiled code on disk, which would have to be
+package's few loops in milliseconds, so there is no cache of compiled code on disk, which would have to be
 protected from other users.
 
 Must not know: the purpose of the loops.
@@ -25,7 +25,7 @@ binding: Final[Any] = _binding
 ir: Final[Any] = _ir
 
 Value: TypeAlias = Any
-"""A value of the code that is being written: an integer of 64 bits, or a vector of bytes."""
+"""A value of the function under construction: an integer of 64 bits, or a vector of bytes."""
 
 I64: Final = ir.IntType(64)
 I32: Final = ir.IntType(32)
@@ -39,19 +39,18 @@ def number(value: int) -> Value:
 
 
 def vector(size: int) -> Any:
-    """The type of `size` bytes, a power of two: a vector from 8 on, an integer below."""
+    """The type of a value of `size` bytes, a power of two: a vector of bytes from 8 on, an integer below."""
     return ir.VectorType(I8, size) if size >= 8 else ir.IntType(8 * size)
 
 
 @dataclass
 class Loop:
-    """A loop whose body is being written.
+    """A loop whose body is under construction.
 
     Attributes:
-        index: the running integer.
-        carried: the values that pass from iteration to iteration: before this iteration, or, after the loop,
-            at its end.
-        following: the same values after this iteration; the body sets them.
+        index: the loop's counter.
+        carried: the loop-carried values: in the body those before the iteration, after the loop the last.
+        following: the loop-carried values after the iteration; the body sets them.
     """
 
     index: Value
@@ -85,15 +84,15 @@ class Emitter:
         return self.make.inttoptr(address, ir.PointerType())
 
     def load(self, kind: Any, address: Value) -> Value:
-        """Reads a value that may lie at any byte."""
+        """Reads a value from an address of any alignment."""
         return self.make.load(self.pointer(address), align=1, typ=kind)
 
     def store(self, value: Value, address: Value) -> None:
-        """Writes a value to any byte."""
+        """Writes a value to an address of any alignment."""
         self.make.store(value, self.pointer(address), align=1)
 
     def store_word(self, value: Value, address: Value) -> None:
-        """Writes an aligned integer, in one store."""
+        """Writes an integer to an aligned address, in one store."""
         self.make.store(value, self.pointer(address), align=8)
 
     def word(self, base: Value, index: Value) -> Value:
@@ -106,7 +105,13 @@ class Emitter:
 
     @contextmanager
     def loop(self, stop: Value, step: int = 1, carried: Sequence[Value] = ()) -> Generator[Loop, None, None]:
-        """Repeats the block's instructions for an index from 0 up to, but not including, `stop`."""
+        """Repeats the instructions that the `with` block emits, for an index from 0 to `stop` - 1.
+
+        Args:
+            stop: end of the index.
+            step: increment of the index.
+            carried: the loop-carried values before the first iteration.
+        """
         make = self.make
         first = (number(0), *carried)
         before, head, body, behind = make.block, *(make.append_basic_block() for _ in range(3))
@@ -127,7 +132,7 @@ class Emitter:
     def pieces(self, size: Value, largest: int, smallest: int, act: Callable[[Value, int], None]) -> None:
         """Calls `act(at, bytes)` to write the instructions for each piece of `size` bytes.
 
-        Pieces have `largest` bytes, and then each smaller power of two at most once.
+        Pieces have `largest` bytes, and then each smaller power of two down to `smallest` at most once.
         """
         make = self.make
         at = make.and_(size, number(-largest))
@@ -142,26 +147,29 @@ class Emitter:
             piece //= 2
 
     def in_order(self) -> None:
-        """Keeps the stores before this before those after it, as a process sees them that ends in between."""
+        """Orders stores: a process that ends at any moment has made no later store without all earlier ones.
+
+        A fence for the compiler only.
+        """
         self.make.fence("seq_cst", "singlethread")
 
     def prefetch(self, address: Value, *, write: bool) -> None:
-        """Fetches a line of memory before it is needed. Any address is allowed."""
+        """Prefetches a cache line. The address may be invalid."""
         flags = (ir.Constant(I32, int(write)), ir.Constant(I32, 3), ir.Constant(I32, 1))
         self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(address), *flags)
 
 
 @functools.cache
 def features() -> frozenset[str]:
-    """The features of this processor that the system allows, by LLVM's names."""
+    """The features of this processor that the operating system has enabled, by LLVM's names."""
     return frozenset(name for name, has in binding.get_host_cpu_features().items() if has)
 
 
 def engine(source: str = "") -> Any:
-    """Makes a compiler for this processor. The code that it compiles lives as long as the compiler.
+    """Makes a compiler for this processor. Its compiled code is valid as long as the compiler lives.
 
     Args:
-        source: LLVM assembly of its first module.
+        source: LLVM assembly of the compiler's first module.
     """
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
@@ -172,13 +180,13 @@ def engine(source: str = "") -> Any:
 
 
 def assembled(source: str, function: str, library_calls: Sequence[str], **numbers: int) -> int:
-    """Compiles LLVM assembly; the address of one of its functions, valid until the process ends.
+    """Compiles LLVM assembly. Returns the address of a function in it, valid until the process ends.
 
     Args:
-        source: the assembly, as a format of the names that follow.
+        source: the assembly, a format string with the names that follow as fields.
         function: name of the function.
-        library_calls: functions of the C library, whose addresses the assembly names.
-        **numbers: other numbers that it names.
+        library_calls: functions of the C library: fields with their addresses.
+        **numbers: other fields.
     """
     library = ctypes.CDLL(None)
     addresses = {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in library_calls}
@@ -196,10 +204,11 @@ _compiling: Final = threading.Lock()
 
 
 def compiled(*emitters: Emitter) -> list[Callable[..., int]]:
-    """Compiles functions for this processor. One call for several functions takes less time than one each.
+    """Compiles functions for this processor. One call for several functions is faster than a call for each.
 
     Returns:
-        Callables of ints, in the order of `emitters`, which release the interpreter's lock while they run.
+        A callable for each of `emitters`, in their order: it takes and returns ints, and releases the
+        interpreter's lock while it runs.
     """
     module, *others = (binding.parse_assembly(str(emitter.module)) for emitter in emitters)
     for other in others:

@@ -1,8 +1,8 @@
 """The reference kernels: the specification, written to be read.
 
-Owns: the meaning of each operation, in numpy, one row at a time. The other kernels have to equal it bit for
-bit. Products are computed by shift and add, so they share no table with the code's algebra or with a faster
-kernel.
+Owns: the meaning of each operation, in numpy, one row at a time. Results of other kernels have to be equal
+bit for bit. Products are computed by shift and add, so that they share no table with the code's algebra or
+with a faster kernel.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Threads: a team for the work of one call, calls handed to another thread, and calls that no signal may end.
+"""Threads: teams for the work of one call, calls in another thread, and calls that complete despite signals.
 
 `Team` shares the work of one call. A call returns only when all threads are done, also after an interrupt. So
-the caller may store that all is written, and no thread writes later.
+the caller may then store that all is written: no thread writes later.
 
-`hand_over` submits a call whose future the caller has made before: an interrupt at any moment leaves no call
-running without a future to wait for. `without_signals` sets the signal mask of a thread. `to_the_end` is for
-what other ranks wait for: it is done to its end, whatever a signal's handler raises.
+`hand_over` submits a call for which the caller has made a future before: an interrupt at any moment leaves no
+call running without a future to wait for. `without_signals` sets the signal mask of a thread. `to_the_end`
+completes a call that other ranks wait for, whatever exceptions signal handlers raise.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Final
 
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}
-"""A thread's own: blocked, they would end the process without the dump of `faulthandler`."""
+"""Signals of faults of a thread itself: blocked, they would end the process without `faulthandler`'s dump."""
 _FROM_OUTSIDE = signal.valid_signals() - _FAULTS
 
 
 @contextlib.contextmanager
 def without_signals() -> Generator[None, None, None]:
-    """Keeps signals from this thread within the block: they are delivered at its end, or to another thread.
+    """Blocks signals in this thread within the block: they are delivered at its end, or to another thread.
 
-    For calls that the kernel ends when a signal is pending, and that begin from the start then: under an
-    interval timer that is shorter than such a call, it would never be done. Keep the block short.
+    For system calls that a pending signal ends, and that have to start again from the begin: under an
+    interval timer shorter than such a call, it would never complete. Keep the block short.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:  # before signals are blocked: that call runs handlers as well, which may raise
+    try:  # the call that blocks signals runs pending handlers as well, which may raise
         signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
         yield
     finally:
@@ -41,8 +41,9 @@ def hand_over(executor: Executor, done: Future[None], act: Callable[..., object]
 
     Args:
         executor: runs the call.
-        done: a new future, which ends with the call and holds its exception. Keep it before this call.
-        act: what to do.
+        done: a new future, to which the caller already has a reference; it is done when the call has
+            returned, and holds the call's exception.
+        act: the function.
         *arguments: the arguments of `act`.
     """
     executor.submit(_run, done, act, *arguments)
@@ -58,18 +59,19 @@ def _run(done: Future[None], act: Callable[..., object], *arguments: object) -> 
             done.set_result(None)
 
 
-_MOST = 10  # exceptions of signal handlers; more are no interruptions
+_MOST = 10  # exceptions that `to_the_end` takes for those of signal handlers
 
 
 def to_the_end(act: Callable[[], object], *ends: type[Exception]) -> None:
-    """Calls `act` until it returns, and then raises what a signal handler has raised first, if one has.
+    """Calls `act` until it returns, and then raises the first exception of a signal handler, if any.
 
     Args:
-        act: goes on where it left off.
-        ends: the errors with which it can't.
+        act: called again after an exception, when it has to go on where it was interrupted.
+        ends: errors after which `act` can't go on.
 
     Raises:
-        BaseException: one of `ends`, at once; or what a handler has raised, such as KeyboardInterrupt.
+        BaseException: one of `ends`, at once; or, at the end, the first exception that interrupted `act`,
+            such as KeyboardInterrupt; or the last one, after more than 10.
     """
     raised: list[BaseException] = []
     while True:
@@ -87,14 +89,14 @@ def to_the_end(act: Callable[[], object], *ends: type[Exception]) -> None:
 
 
 LEAST_BYTES: Final = 1 << 18
-"""The least work of a thread: waking a thread takes longer than smaller work."""
+"""The least bytes of work for a thread: to wake a thread takes longer than smaller work."""
 
 
 class Team:
     """Threads that share the work of kernels; the calling thread is one of them.
 
     Args:
-        threads: their number, 1 or more.
+        threads: number of threads, 1 or more.
         least_bytes: least work of a thread; a smaller call uses fewer threads.
     """
 
@@ -109,14 +111,14 @@ class Team:
         Args:
             items: number of items.
             item_bytes: bytes of each item, which decide the number of parts.
-            act: releases the interpreter's lock; parts write to different memory.
+            act: releases the interpreter's lock; its calls write to different memory.
         """
         parts = min(self.threads, items, items * item_bytes // self._least_bytes)
         if self._pool is None or parts < 2:
             act(0, items)
             return
         edges = [items * part // parts for part in range(parts + 1)]
-        others = [Future[None]() for _ in range(1, parts)]  # listed before they can start
+        others = [Future[None]() for _ in range(1, parts)]  # made before the calls can start
         try:
             for part, other in enumerate(others, 1):
                 hand_over(self._pool, other, act, *edges[part : part + 2])
@@ -132,7 +134,7 @@ class Team:
 def _stop(others: list[Future[None]]) -> None:
     """Cancels calls that have not started, and waits for the others, whatever signal handlers raise.
 
-    The caller raises the first exception. Those that follow, such as Ctrl-C again or the TimeoutError of a
+    The caller raises the first exception. Later exceptions, such as a second Ctrl-C or the TimeoutError of a
     deadline, must not leave threads that still write.
     """
     while running := [other for other in others if not (other.cancel() or other.done())]:
