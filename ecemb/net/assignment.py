@@ -1,7 +1,7 @@
-"""The workers of a start, and which worker gets which rank: pure values (docs/protocol.md, 3).
+"""The workers of a start, and the assignment of ranks to them: pure values (docs/protocol.md, 3).
 
-torchrun may give a restarted worker another RANK. `assign` gives out logical ranks from the reports of all
-workers: ranks follow their memory, replacement ranks go to workers without memory. This module touches no
+torchrun may give a restarted worker another RANK. `assign` computes logical ranks from the reports of all
+workers: ranks follow their memory, and replacement ranks go to workers without memory. This module uses no
 files, processes or network; `roster` packs these values.
 """
 
@@ -20,13 +20,13 @@ class Report:
     """One arena of the job, as a worker on its host found it.
 
     Attributes:
-        host: the host whose folder it lies in.
-        path: the file.
-        header: its content, with only the `Identity` of its constants; None if it can't be read.
+        host: the host of the folder that it is in.
+        path: path of the file.
+        header: the arena's header, with only the `Identity` of its constants; None if it can't be read.
         damage: why the header can't be read; None if it can.
-        holder: pid of a living process that still held it at the deadline, or None.
-        torn: its creation was cut short; it holds nothing.
-        incompatible: another version of ecemb wrote it, in a format that this version doesn't read.
+        holder: pid of a living process that still held the arena at the deadline, or None.
+        torn: whether its creation was interrupted, so that it holds no data.
+        incompatible: whether another version of ecemb wrote it, in a format that this version doesn't read.
     """
 
     host: str
@@ -43,11 +43,11 @@ class Worker:
     """One worker of this start.
 
     Attributes:
-        host: the name of its host.
-        nonce: random; distinguishes it from the workers of earlier starts.
-        pid: of its process.
-        addresses: of its failure detector, the likeliest first.
-        port: of its failure detector.
+        host: name of its host.
+        nonce: random; distinguishes the worker from the workers of earlier starts.
+        pid: pid of its process.
+        addresses: addresses of its listener, the likeliest first.
+        port: port of its listener.
     """
 
     host: str
@@ -64,8 +64,8 @@ class Assignment:
     Attributes:
         rank: the logical rank.
         arena_id: id of the rank's arena; None for a replacement rank.
-        held: ids of arenas that were made by another number of ranks, in the order of those ranks: the
-            worker holds them until they have moved.
+        held: ids of arenas that another number of ranks made, in the order of those ranks: the worker holds
+            them until their rows have moved.
     """
 
     rank: int
@@ -75,17 +75,18 @@ class Assignment:
 
 @dataclasses.dataclass(frozen=True)
 class Roster:
-    """What all workers of a start agree on.
+    """The list of workers and arenas that all workers of a start agree on.
 
     Attributes:
-        generation: number of this start; higher than every one before it.
+        generation: number of this start; higher than the number of every earlier start.
         generation_id: random, below 2**62.
-        prefix: fresh prefix in the store for this start's process groups.
-        finished: the job's `finished` mark stands in the store.
+        prefix: new prefix in the store for this start's process groups.
+        finished: whether the store has the job's `finished` mark.
         workers: in the order of torchrun's RANK.
         reports: every arena found on any host, each once.
         secret: random, in hex; known to the workers of this start only.
-        opened: the last generation that was opened as far as the store knows, by the job's `started` mark.
+        opened: the last generation that was opened, according to the job's `started` mark in the store; NONE
+            without the mark.
     """
 
     generation: int
@@ -99,7 +100,7 @@ class Roster:
 
     @property
     def started(self) -> bool:
-        """Whether the store knows that the job has started."""
+        """Whether the store has the job's `started` mark."""
         return self.opened != NONE
 
     @property
@@ -109,30 +110,30 @@ class Roster:
 
     @property
     def judgement(self) -> Judgement:
-        """Judges the headers: which count, and for what."""
+        """The judgement of the headers by `classify`."""
         return classify(self.headers, self.opened)
 
 
 def assign(
     workers: Sequence[Worker], reports: Sequence[Report], opened: int = NONE
 ) -> tuple[Assignment, ...]:
-    """Gives out logical ranks: ranks follow their memory, the others go to workers without memory.
+    """Assigns logical ranks: ranks follow their memory, the other ranks go to workers without memory.
 
-    One new host takes all ranks of one lost host where the numbers allow it, so that failure domains stay
-    as the position table says. A pure function: the same on all workers.
+    A new host gets all ranks of one lost host where their numbers are equal, so that each failure domain
+    stays on one host, as the position table has it. Pure: the result is the same on all workers.
 
     Args:
         workers: in the order of torchrun's RANK.
         reports: every arena found on any host.
-        opened: the last generation that was opened as far as the store knows.
+        opened: the last generation that was opened, according to the store; NONE without a mark.
 
     Returns:
-        One assignment per worker. Without valid arenas the logical rank is torchrun's. If the arenas were
-        made by another number of ranks, no rank has an arena: workers hold those of their hosts.
+        One assignment per worker. Without valid arenas the logical rank is torchrun's RANK. If another number
+        of ranks made the arenas, no rank has an arena: workers hold the arenas of their hosts.
 
     Raises:
         ArenaBusy: a living process holds an arena of the job.
-        ArenaIncompatible: another version of ecemb wrote one.
+        ArenaIncompatible: another version of ecemb wrote an arena of the job.
         RendezvousError: the launch does not fit the arenas.
         InconsistentArenas: the arenas contradict each other.
     """
@@ -183,10 +184,15 @@ def assign(
 def _spread(
     workers: Sequence[Worker], survivors: Sequence[Header], at: Mapping[str, str]
 ) -> tuple[Assignment, ...]:
-    """Gives out new ranks, and the arenas of an earlier number of ranks to the workers on their hosts.
+    """Assigns ranks if another number of ranks made the arenas, and each arena to a worker on its host.
 
     New ranks follow the order of the old ranks on their hosts, so that few rows change hosts. The arenas of a
     host are divided evenly among its workers.
+
+    Args:
+        workers: in the order of torchrun's RANK.
+        survivors: the headers of the arenas.
+        at: id of an arena -> its host.
     """
     arenas: dict[str, list[tuple[int, str]]] = {}
     for header in survivors:
@@ -210,7 +216,7 @@ def _spread(
 
 
 def _check_copies(reports: Sequence[Report]) -> None:
-    """One arena in two files would give two workers the same rank."""
+    """Raises InconsistentArenas if two files hold one arena: two workers would get the same rank."""
     paths: dict[str, str] = {}
     for report in reports:
         if report.header is None:
@@ -233,11 +239,14 @@ def _match(
     """Pairs free workers with lost ranks, so that few failure domains share a host.
 
     Args:
-        free: workers without memory, by index; emptied.
-        lost: ranks without memory, as many; emptied.
-        hosts: worker -> its host.
+        free: indices of the workers without memory; emptied.
+        lost: the ranks without memory, as many as `free`; emptied.
+        hosts: index of a worker -> its host.
         domains: rank -> its failure domain.
-        homes: host -> its domains: those of the ranks whose memory it has, else its own name.
+        homes: host -> the domains of the ranks whose memory it has; without any, the host's own name.
+
+    Returns:
+        (index of a worker, its rank).
     """
     pairs: list[tuple[int, int]] = []
 
@@ -253,7 +262,7 @@ def _match(
     def of(domain: str) -> list[int]:
         return [rank for rank in lost if domains[rank] == domain]
 
-    for host in sorted({hosts[index] for index in free}):  # the lost part of a domain joins the part left
+    for host in sorted({hosts[index] for index in free}):  # lost ranks of a domain join its surviving ranks
         for domain in sorted(homes[host]):
             take(on(host), of(domain))
     for host in sorted({hosts[index] for index in free}):  # a new host for a lost host

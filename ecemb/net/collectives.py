@@ -1,17 +1,17 @@
 """The collectives that the protocol uses, each with a name and a deadline.
 
-The only module that calls torch.distributed's collectives. A rank that waits for a dead peer notices it at
-once; ranks that wait for others learn it from the failure detector. A `Transport` runs over gloo, from host
-memory; deltas to keepers of parity may go over a `Fabric` instead, from a device's memory.
+The only module that calls torch.distributed's collectives. A rank that waits for a dead peer gets an error at
+once; ranks that wait for other ranks learn of the death from the failure detector. A `Transport` runs over
+gloo, from host memory; deltas to keepers of parity may go over a `Fabric` instead, from a device's memory.
 
 A `PeerFailure` allows no conclusion about what other ranks received.
 
-In round j a rank sends what it has folded so far to rank + 2^j, and waits for what rank - 2^j sends, modulo
-N. The fold is idempotent, so it is right for every N. A rank sends on only what it has received: who has the
-last round has a value that all ranks put something into. (Hensgen, Finkel and Manber, "Two algorithms for
-barrier synchronization", 1988.)
+A `Dissemination` folds values of all ranks. In round j each rank sends its folded value to rank + 2^j, and
+receives that of rank - 2^j, modulo N. The fold is idempotent, so the result is right for every N. A value
+that a rank sends includes all that it has received: after the last round, a rank has a value to which all
+ranks have contributed. (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988.)
 
-Must not know: what is folded, and what messages are about.
+Must not know: the meaning of values and messages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,17 @@ T = TypeVar("T")
 
 
 class Waits:
-    """Waits for the work of a group, each time with a name and a deadline."""
+    """Starts a group's work and waits for it, each time with a name and a deadline.
+
+    Args:
+        group: the process group.
+        timeout_s: deadline of a wait, in seconds.
+
+    Attributes:
+        rank: this rank, in the group.
+        world_size: number of ranks of the group.
+        activity: shows that the main thread waits.
+    """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.rank: int = dist.get_rank(group)
@@ -54,7 +64,7 @@ class Waits:
         self.activity = Activity()
 
     def close(self) -> None:
-        """Ends the group. All ranks, each for itself."""
+        """Destroys the group. All ranks, without waiting for each other."""
         dist.destroy_process_group(self._group)
 
     def started(self, start: Callable[[], T | None], what: str) -> T:
@@ -72,28 +82,33 @@ class Waits:
         return work
 
     def ended(self, work: dist.Work, what: str) -> None:
-        """Waits for `work`; again, if a signal's handler raised when it had just ended."""
+        """Waits for `work`; `what` names the wait in the error. May be called again after an interruption.
+
+        Raises:
+            PeerFailure: a peer died, or the work did not end before the deadline.
+        """
         if work.is_completed():
             return
         began = time.monotonic()
         try:
             with self.activity.waiting():
-                work.wait(self._deadline)  # with it NCCL's wait blocks the host
+                work.wait(self._deadline)  # a deadline makes NCCL's wait block the host
             if not work.is_completed():
                 raise RuntimeError("the wait has ended before it")
         except RuntimeError as error:
             raise self.failure(what, time.monotonic() - began, error) from error
 
     def failure(self, what: str, waited_s: float, error: Exception) -> PeerFailure:
-        """The error of a wait that has failed."""
+        """The error of a failed wait, see `lost_peer`."""
         return lost_peer(self.rank, self.world_size, what, waited_s, self._timeout_s, error)
 
 
 class Fabric(Waits):
     """Messages from one device's memory to another's, over a group with a backend such as NCCL.
 
-    All ranks, once: the constructor makes the group's connections, because point-to-point messages between
-    some of the ranks may not be a group's first messages (`torch.distributed.batch_isend_irecv`).
+    All ranks construct it, once: the constructor makes the group's connections, because the first messages of
+    a group may not be point-to-point messages between some of its ranks
+    (`torch.distributed.batch_isend_irecv`).
 
     Args:
         group: a process group of all ranks, for this object alone.
@@ -116,10 +131,10 @@ class Fabric(Waits):
     def exchange(self, send: Mapping[int, Words], out: Mapping[int, Words], what: str) -> None:
         """See `Transport.exchange`. The messages in `out` are in host memory when this returns.
 
-        The device's current stream is waited for.
+        Waits for the device's current stream.
 
         Raises:
-            NotEnoughSpace: the device has no room for the messages; none was sent from here.
+            NotEnoughSpace: the device has too little free memory for the messages; this rank has sent none.
             PeerFailure: as for `Transport.exchange`.
         """
         messages = [*send.values(), *out.values()]
@@ -143,11 +158,19 @@ class Fabric(Waits):
 
     @property
     def held_bytes(self) -> int:
-        """Device memory for messages."""
+        """Bytes of device memory that hold messages."""
         return self._room.nbytes
 
     def _taken(self, size: int, what: str) -> torch.Tensor:
-        """int64 [size] of the device's memory, of any content; the earlier content is lost."""
+        """int64 [size] of the device's memory, with arbitrary content, which overlaps earlier results.
+
+        Args:
+            size: words.
+            what: names the exchange in the error.
+
+        Raises:
+            NotEnoughSpace: the device has too little free memory.
+        """
         if size > len(self._room):
             self._room = self._room.new_empty(0)  # free it first: both may not fit
             try:
@@ -168,12 +191,12 @@ class Fabric(Waits):
 Ints = NDArray[np.int64]
 
 
-_MOST_BYTES = 1 << 30  # of one rank in `gather`; a larger size is an error
-_NUMBERS = 1 << 20  # of one kind before they repeat
+_MOST_BYTES = 1 << 30  # of one rank's data in `gather`; a larger announced size is an error
+_NUMBERS = 1 << 20  # numbers of notes of one kind, or of exchanges, before they repeat in tags
 
 
 class Kind(enum.IntEnum):
-    """What notes are about, beside their number and round."""
+    """The purpose of a note; its tag has the kind, a number and the round (`Transport.tag`)."""
 
     STATUS = 0
     VOTE = 1
@@ -184,19 +207,19 @@ class Transport(Waits):
     """This rank's end of the control group.
 
     Args:
-        group: a gloo process group, for this object alone; that of the protocol has all ranks.
+        group: a gloo process group, for this object alone; the group of the protocol has all ranks.
         timeout_s: deadline of every collective.
 
     Attributes:
         fabric: carries exchanges; None: they use the control group.
-        notes: carry the rounds of disseminations; with no rank, before they are connected.
-        swap_mesh: carries swaps; with no rank, before it is connected.
-        sent_bytes: in exchanges and swaps, and point to point.
+        notes: carries the notes of disseminations; without ranks before it is connected.
+        swap_mesh: carries swaps; without ranks before it is connected.
+        sent_bytes: bytes sent in exchanges, swaps, notes and point-to-point messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         super().__init__(group, timeout_s)
-        # Messages go to gloo itself: the operators of a group, which choose a backend for each, cost more.
+        # Messages use gloo directly: the group's operators, which choose a backend for each, cost more.
         self._gloo: Any = group._get_backend(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage]
         self.fabric: Fabric | None = None
         self.swap_mesh = Mesh([], self.rank, self.world_size, timeout_s)
@@ -227,17 +250,18 @@ class Transport(Waits):
         out: Mapping[int, Words],
         what: str,
     ) -> None:
-        """Sends messages to some ranks, and receives those that others send here. All ranks.
+        """Sends messages to some ranks, and receives the messages of some ranks. All ranks.
 
-        Remains of an interrupted exchange are never taken for another exchange's.
+        Each exchange has a tag of its own: a message of an interrupted exchange is never received by another.
 
         Args:
-            send: rank -> uint64, contiguous, read; they may overlap.
-            out: rank -> uint64, contiguous, overwritten: as long as what that rank sends.
+            send: rank -> uint64, contiguous, read; the arrays may overlap.
+            out: rank -> uint64, contiguous, overwritten: as long as the message of that rank.
             what: names the wait in the error.
 
         Raises:
-            PeerFailure: one of these peers died or did not come before the deadline; `out` holds anything.
+            PeerFailure: one of these peers died or did not come before the deadline; the content of `out` is
+                arbitrary.
         """
         if self.fabric is not None:
             self.sent_bytes += sum(words.nbytes for words in send.values())
@@ -251,11 +275,11 @@ class Transport(Waits):
             wait()
 
     def swap(self, send: Mapping[int, Words], heads: Mapping[int, Words]) -> Channels:
-        """Prepares the messages of a transaction to and from some ranks; `Channels.run` moves them.
+        """Prepares a transaction's messages to and from some ranks; `Channels.run` sends and receives them.
 
         Args:
             send: rank -> uint64, contiguous, read until it is sent.
-            heads: rank -> uint64, contiguous, overwritten with the first words of its message.
+            heads: rank -> uint64, contiguous, overwritten with the first words of that rank's message.
         """
         self.sent_bytes += sum(words.nbytes for words in send.values())
         channels = self.swap_mesh.channels()
@@ -265,20 +289,31 @@ class Transport(Waits):
         return channels
 
     def tag(self, kind: Kind, number: int) -> int:
-        """The tag of a note about something; with a round's number added, that of a note of this round.
+        """The tag of round 0 of a dissemination; round j has this tag + j.
 
         Args:
-            kind: what it is about.
-            number: how many of the kind came before; numbers 2^20 apart share a tag.
+            kind: purpose of the dissemination.
+            number: its number among those of its kind; numbers 2^20 apart share a tag.
         """
         return (number % _NUMBERS * len(Kind) + kind) * MOST_ROUNDS
 
     def vote(self, yes: bool, what: str) -> list[bool]:
-        """Sends one bit from every rank to every rank. All ranks; on return all ranks have voted."""
+        """Sends one bit from every rank to every rank. All ranks; on return all ranks have voted.
+
+        Returns:
+            Rank -> its bit.
+
+        Raises:
+            PeerFailure: as for `gather`.
+        """
         return [answer == b"\1" for answer in self.gather(b"\1" if yes else b"\0", what)]
 
     def barrier(self, what: str) -> None:
-        """Returns when all ranks have called it. All ranks."""
+        """Returns when all ranks have called it. All ranks.
+
+        Raises:
+            PeerFailure: a peer died or did not come before the deadline.
+        """
         self._barriers += 1
         tag, nothing = self.tag(Kind.BARRIER, self._barriers), np.zeros(1, np.int64)
         Dissemination(self, tag, lambda own, _: own, lambda _: False).run(nothing, what)
@@ -308,7 +343,7 @@ class Transport(Waits):
         ]
 
     def together(self, what: str, act: Callable[[], T]) -> T:
-        """Runs `act` on every rank; if it fails on one, it fails on all. All ranks.
+        """Runs `act` on every rank; if it fails on one rank, all ranks raise. All ranks.
 
         Raises:
             EcembError: this rank's own error, or `PeerFailure` naming the ranks that failed and why.
@@ -327,7 +362,7 @@ class Transport(Waits):
         return result
 
     def close(self) -> None:
-        """Ends the control group, and the fabric. All ranks, each for itself."""
+        """Closes the meshes, and destroys the fabric's and the control group. All ranks, without waiting."""
         for mesh in (self.swap_mesh, self.notes.mesh):
             mesh.close()
         if self.fabric is not None:
@@ -335,17 +370,17 @@ class Transport(Waits):
         super().close()
 
     def hang_up(self) -> None:
-        """Ends all waits for notes and swaps, of any thread, here and at the other ends."""
+        """Ends all waits for notes and swaps, of any thread, on this rank and on its peers."""
         for mesh in (self.swap_mesh, self.notes.mesh):
             mesh.hang_up()
 
     def send_note(self, words: Words, to: int, what: str, tag: int) -> None:
-        """Sends words to a rank that is linked for notes; see `Notes.send`."""
+        """Sends a note to a rank; see `Notes.send`."""
         self.sent_bytes += words.nbytes
         self.notes.send(words, to, what, tag)
 
     def receive_note(self, out: Words, source: int, what: str, tag: int) -> None:
-        """Waits for words of a rank that is linked for notes; see `Notes.receive`."""
+        """Waits for a note of a rank; see `Notes.receive`."""
         self.notes.receive(out, source, what, tag)
 
     def send(self, words: Words, to: int, what: str, tag: int = 0) -> Callable[[], None]:
@@ -358,15 +393,22 @@ class Transport(Waits):
     def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[[], None]:
         """Starts receiving words (uint64, contiguous, overwritten) from one rank; call the result to wait.
 
-        gloo announces each message and waits for its receiver, unless that receives already. Receivers of
-        small messages therefore start early.
+        A gloo sender announces each message and waits for the receiver, unless the receiver has started to
+        receive before. Receivers of small messages therefore start early.
         """
         tensor = torch.from_numpy(out.view(np.int64))
         work: dist.Work = self.started(lambda: self._gloo.recv([tensor], source, tag), what)
         return lambda: self.ended(work, what)
 
     def _all_to_all(self, send: Ints, out: Ints, what: str, *sizes: list[int]) -> None:
-        """Sends parts of an array to all ranks: equal ones, or of `sizes` (of what comes, of what goes)."""
+        """Sends a part of `send` to each rank, and receives a part of `out` from each.
+
+        Args:
+            send: int64, read.
+            out: int64, overwritten.
+            what: names the wait in the error.
+            *sizes: words of the parts of `out`, and of the parts of `send`; parts are equal by default.
+        """
         tensors = torch.from_numpy(out), torch.from_numpy(send)
         work = self.started(
             lambda: dist.all_to_all_single(*tensors, *sizes, group=self._group, async_op=True), what
@@ -380,20 +422,21 @@ MOST_ROUNDS = 32
 class Dissemination:
     """One dissemination on this rank.
 
-    An exception that a signal handler raises in `run`, such as KeyboardInterrupt, waits until the last round:
-    the others would wait for the rounds of a rank that leaves between them. Only the end of a peer ends the
-    rounds early, and that ends the other ranks too.
+    `run` raises an exception of a signal handler, such as KeyboardInterrupt, only after the last round: if a
+    rank left between two rounds, other ranks would wait for its notes. Only the end of a peer ends the rounds
+    early, and that ends the other ranks also.
 
     Args:
         transport: carries the notes.
         tag: of round 0; round j has `tag` + j.
         fold: (own, received) -> folded, a new array; associative, commutative and idempotent.
-        is_last: whether a received value ends this rank's rounds: it is sent on in all later ones, and no
-            round is waited for.
+        is_last: whether a received value ends this rank's rounds: the rank sends it in all later rounds, and
+            receives no more.
 
     Attributes:
-        value: int64 [m], what is folded so far; empty before `run`.
-        is_over: whether `value` is what all ranks have, or ended the rounds.
+        value: int64 [m], the value folded so far; empty before `run`.
+        is_over: whether all rounds are done: `value` is the folded value of all ranks, or has ended the
+            rounds.
     """
 
     def __init__(
@@ -412,18 +455,18 @@ class Dissemination:
         """Goes through all rounds.
 
         Args:
-            value: int64 [m], what this rank puts in.
+            value: int64 [m], the value of this rank.
             what: names the wait in errors.
 
         Raises:
             PeerFailure: a peer died: `is_over` is false.
-            BaseException: that of a signal handler, after the last round.
+            BaseException: the exception of a signal handler, after the last round.
         """
         self.value = value
         to_the_end(partial(self._proceed, what), PeerFailure)
 
     def _proceed(self, what: str) -> None:
-        """From where an interruption left off; a note that is sent twice does no harm."""
+        """Does the remaining rounds. After an interruption it may send a note again, which does no harm."""
         transport, received = self._transport, np.zeros_like(self.value)
         rank, size = transport.rank, transport.world_size
         while not self.is_over and self._round < rounds(size):
@@ -441,12 +484,12 @@ class Dissemination:
 
 
 def rounds(world_size: int) -> int:
-    """The number of rounds, ceil(log2 N)."""
+    """The number of rounds of a dissemination, ceil(log2 N)."""
     return (world_size - 1).bit_length()
 
 
 def say(transport: Transport, tag: int, value: Ints, only: Iterable[int] | None = None) -> None:
-    """Sends a value to the receivers of some rounds, or of all, which may have ended; waits for none of them.
+    """Sends a value to the receivers of some rounds, or of all, without waiting. Receivers may have ended.
 
     Args:
         transport: carries the notes.

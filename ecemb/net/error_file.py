@@ -1,14 +1,16 @@
-"""What others read of this process: where it is and how long it waits there, and torchrun's error file.
+"""Reports of this process: its activity, for other ranks, and its error file, for torchrun.
 
-`Activity` is what this process does: its call, its step, and the time that it has waited there for
+`Activity` has the main thread's place, that is call and step, and the time for which it has waited there for
 other ranks. The main thread writes it, and the failure detector's thread reads it.
 
 Owns the error file that TORCHELASTIC_ERROR_FILE names, in the form of torch.distributed.elastic's `record`,
-which scripts need not use. Of all ranks' files, torchrun takes the one with the earliest time for the cause.
-An error that began on this rank gets the time of the error; an error that another rank caused gets a later
-time. The file appears complete or not at all: torchrun's agent fails on a partial file.
+which scripts need not use. Of all ranks' files, torchrun takes the file with the earliest time for the cause.
+An error that began on this rank has the time of the error; an error that another rank caused has a later
+time. The file appears complete or not at all, by a link or a rename: torchrun's agent fails on a partial
+file.
 
-The files of the last attempt are beside it: they show an error that comes again and again.
+The error files of the last attempt are in a folder beside that of this attempt: they show an error that
+occurs in every attempt.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ _C = TypeVar("_C", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """An error of this rank's own that ended a step: no other rank caused it.
+    """An error that ended a step and began on this rank: no other rank caused it.
 
     Attributes:
         text: the error in one line.
         stack: its traceback.
-        code: with which Python ends a process by it.
-        at: when it was, by `time.time`.
+        code: exit code of a Python process that the error ends.
+        at: time of the error, by `time.time`.
     """
 
     text: str
@@ -53,7 +55,7 @@ class Failure:
 
 
 class Activity:
-    """What this process's main thread does.
+    """The activity of this process's main thread.
 
     Attributes:
         failure: the error that ended a step here, if it began on this rank.
@@ -80,7 +82,7 @@ class Activity:
 
 
 class _Waiting:
-    """One `with` block; a step waits for a dozen messages, and a generator for each would cost more."""
+    """The `with` block of `Activity.waiting`. Not a generator, which would cost more: a step has a dozen."""
 
     __slots__ = ("_counts", "_where")
 
@@ -99,7 +101,7 @@ class _Waiting:
 
 
 def placed(call: _C) -> _C:
-    """Makes a method of a guard the place of this process while it runs."""
+    """Decorates a method of a guard: while the method runs, it is the place of this process's activity."""
 
     @functools.wraps(call)
     def within(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -113,8 +115,8 @@ def placed(call: _C) -> _C:
     return cast("_C", within)
 
 
-_WRITING_S = 2.0  # time for the main thread to finish a file that it has begun
-_LATER_S = 3  # added to the time of an error that another rank caused, so that it does not count as the cause
+_WRITING_S = 2.0  # longest wait for the main thread to complete a file
+_LATER_S = 3  # added to the time of an error that another rank caused, so that it is not the cause
 _FACTS = "ecemb"
 _E = TypeVar("_E", bound=BaseException)
 
@@ -133,15 +135,15 @@ def follows(error: _E, cause: str = "") -> _E:
 def lost_peer(
     rank: int, world_size: int, what: str, waited_s: float, timeout_s: float, error: Exception
 ) -> PeerFailure:
-    """The error of a wait for another rank that has failed.
+    """Makes the error of a failed wait for another rank, marked by `follows`.
 
     Args:
         rank: this rank.
         world_size: number of ranks.
         what: names the wait.
-        waited_s: how long it took.
-        timeout_s: its deadline.
-        error: how it failed.
+        waited_s: duration of the wait.
+        timeout_s: deadline of the wait.
+        error: the error with which it failed.
     """
     why = (str(error).splitlines() or [type(error).__name__])[0]
     deadline = slow = ""
@@ -156,7 +158,7 @@ def lost_peer(
 
 
 def way_on() -> str:
-    """What to do about an error that a restart mends, also where torchrun starts no worker any more."""
+    """The remedy for messages of errors that a restart mends: by torchrun, or by hand after its last one."""
     if is_last_attempt():
         return "end this process, and launch the job again: it goes on from its arenas"
     return "end this process, so that torchrun restarts the job from its arenas"
@@ -168,7 +170,7 @@ def cause_of(error: BaseException) -> str | None:
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether this is, or comes from, an error that torch.distributed raises for a peer that is gone."""
+    """Whether an error, or one in its chain, is torch.distributed's error for a peer that is gone."""
     while error is not None:
         names = [each.__name__ for each in type(error).__mro__]  # torch need not be imported
         if "DistError" in names or ("RuntimeError" in names and "gloo/" in str(error)):
@@ -178,7 +180,7 @@ def is_lost_connection(error: BaseException | None) -> bool:
 
 
 def own_failure(error: BaseException) -> Failure | None:
-    """An error of this rank as text; None if another rank caused it, or may have, and for Ctrl-C."""
+    """The `Failure` of an error that began on this rank; None if another rank may be the cause, or Ctrl-C."""
     if isinstance(error, KeyboardInterrupt) or cause_of(error) is not None or is_lost_connection(error):
         return None
     code = 1
@@ -191,15 +193,15 @@ def own_failure(error: BaseException) -> Failure | None:
 def write(
     text: str, callstack: str, *, later: bool, name: str = "", repeats: int = 0, at: float | None = None
 ) -> None:
-    """Writes the file; if it exists, adds only the missing keys. Logs it if that fails.
+    """Writes the error file; if the file exists, adds only missing keys. An OSError is logged, not raised.
 
     Args:
         text: the error in one line.
         callstack: the stack, for torchrun's summary.
         later: whether another rank caused the error.
-        name: of the error, by which the next attempt recognizes it; "" if it need not.
-        repeats: how many attempts before this one ended by the error.
-        at: when the error was, by `time.time`; now by default.
+        name: name by which the next attempt recognizes the error; "" to leave it out.
+        repeats: number of attempts in a row before this one that ended by the error.
+        at: time of the error, by `time.time`; now by default.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -223,7 +225,7 @@ def write(
             os.replace(whole, path)
         else:
             os.link(whole, path)
-    except FileExistsError:  # another thread was faster
+    except FileExistsError:  # another thread has written the file meanwhile
         pass
     except OSError as error:
         logger.warning("torchrun will not show why this process ended: %s", error)
@@ -233,7 +235,7 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """The content of a file if it is complete and of `record`'s form; else None."""
+    """The content of an error file, if it is complete and of `record`'s form; else None."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         int(content["message"]["extraInfo"]["timestamp"])
@@ -243,7 +245,7 @@ def read(path: str | os.PathLike[str]) -> Any:
 
 
 def repeats(name: str) -> int:
-    """How many attempts of this host's workers in a row, up to the last, ended by an error of this name."""
+    """The number of attempts in a row, up to the last one, that an error of this name ended on this host."""
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     attempt = path.parent.parent  # .../attempt_7/0/error.json
     number = re.fullmatch(r"attempt_(\d+)", attempt.name)
@@ -264,7 +266,7 @@ def is_last_attempt() -> bool:
 
 
 def wait_while_written() -> None:
-    """Waits a moment if the main thread is writing its exception to the file."""
+    """Waits until the error file is complete, at most 2 s, if the main thread is writing it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     ends_at = time.monotonic() + _WRITING_S
     while path and time.monotonic() < ends_at:

@@ -1,19 +1,19 @@
-"""The workers' own connections: neighbours, their addresses, and links that both ends have proved.
+"""The workers' own connections: neighbours, their addresses, and links that both ends have authenticated.
 
 Owns the sockets over which workers watch each other. The neighbours of worker i of N are i + 2^j and
-i - 2^j (mod N): all others while N is small, O(log N) of them when N is large. The end of one worker does not
-separate the others.
+i - 2^j (mod N): all other workers while N is small, O(log N) of them when N is large. The end of one worker
+does not separate the other workers.
 
 All sockets are closed in forked children: a descriptor that is open there hides the end of this process from
 its peers. `watch` sends the messages.
 
-Nothing that comes over the network is trusted. A connection becomes a `Link` only when both ends have proved
-that they know the secret of this start: by a digest over a number of the answering end, as the secret never
-travels. Before the proof, a caller gets a few dozen bytes and a few seconds, and nothing else. When too many
-callers wait for their proof, the oldest one of the address that has the most of them is sent away, so that
-a new caller always gets its chance.
+Bytes from the network are not trusted. A connection becomes a `Link` only when both ends have proved that
+they know the secret of this start: each sends an HMAC over a random number of the answering end, and the
+secret is never sent. Before its proof, a caller is sent a few dozen bytes, and is dropped after a few
+seconds. When too many callers have not sent their proof, the oldest caller of the address with the most of
+them is dropped, so that a new caller is always admitted.
 
-All connections between ranks are made here, whatever they carry later: no other module accepts any.
+All connections between ranks are made here, whatever they carry later: no other module accepts connections.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .wording import counted
 _CHUNK_BYTES = 4096
 _SIOCGIFADDR = 0x8915
 
-_sockets: set[socket.socket] = set()  # all that are open
+_sockets: set[socket.socket] = set()  # all open sockets of this module
 
 
 def neighbours(index: int, size: int) -> list[int]:
@@ -48,10 +48,10 @@ def neighbours(index: int, size: int) -> list[int]:
 
 
 def calls(index: int, peer: int, size: int) -> bool:
-    """Whether worker `index` is the end that connects: it is, if the peer is nearer upwards.
+    """Whether worker `index` connects to `peer`, and not the reverse: if the way upwards to it is shorter.
 
-    So with three workers or more, every worker both calls and is called, and the callers of a worker that is
-    gone notice at once.
+    So with three workers or more, every worker has neighbours that connect to it: if it has ended, they get
+    an error at once.
     """
     return ((peer - index) % size, index) < ((index - peer) % size, peer)
 
@@ -59,11 +59,11 @@ def calls(index: int, peer: int, size: int) -> bool:
 def own_addresses(towards: str) -> tuple[str, ...]:
     """Addresses under which other workers may reach this host, the likeliest first.
 
-    Those of the interfaces in GLOO_SOCKET_IFNAME, as for gloo; then the one that the route leads over; then
-    all others.
+    First those of the interfaces in GLOO_SOCKET_IFNAME, as for gloo; then that of the interface on the route
+    to `towards`; then all others.
 
     Args:
-        towards: a host that all workers reach, such as MASTER_ADDR.
+        towards: a host that all workers can reach, such as MASTER_ADDR.
     """
     found = _of_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     for family, address in _resolved(towards):
@@ -88,24 +88,24 @@ def _resolved(name: str) -> list[tuple[int, str]]:
 
 
 def _of_interfaces(names: Sequence[str]) -> list[str]:
-    """IPv4 addresses of some of this host's interfaces: its name may resolve to 127.0.1.1 only."""
+    """IPv4 addresses of some of this host's interfaces, as its hostname may resolve to 127.0.1.1 only."""
     found: list[str] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name in names:
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # there is none of that name, or it has no IPv4 address
+            except OSError:  # there is no interface of that name, or it has no IPv4 address
                 continue
             found.append(socket.inet_ntoa(answer[20:24]))
     return found
 
 
 class Link:
-    """A proven connection with a neighbour. Never waits.
+    """An authenticated connection with a neighbour. No method blocks.
 
     Args:
         peer: the neighbour's index.
-        connection: kept by `keep`.
+        connection: a socket that `keep` has returned.
     """
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
@@ -115,11 +115,11 @@ class Link:
         self._unsent = bytearray()
 
     def fileno(self) -> int:
-        """For poll; -1 once closed."""
+        """The socket's descriptor, for poll; -1 once closed."""
         return self._socket.fileno()
 
     def read(self) -> bool:
-        """Reads what has come, at most 4 KiB. False if the connection has ended."""
+        """Receives available bytes, at most 4 KiB. Returns False if the connection has ended."""
         try:
             data = self._socket.recv(_CHUNK_BYTES)
         except BlockingIOError:
@@ -130,18 +130,21 @@ class Link:
         return bool(data)
 
     def peek(self, size: int) -> bytes | None:
-        """The next `size` received bytes, which stay in the buffer, or None if they have not all come."""
+        """The next `size` received bytes, which stay in the buffer; None if fewer are received."""
         return bytes(self._received[:size]) if len(self._received) >= size else None
 
     def take(self, size: int) -> bytes | None:
-        """The next `size` received bytes, or None if they have not all come."""
+        """Takes the next `size` received bytes from the buffer; None if fewer are received."""
         data = self.peek(size)
         if data is not None:
             del self._received[:size]
         return data
 
     def send(self, data: bytes) -> None:
-        """Sends as much as the connection takes now, and keeps the rest. An end shows in `read`."""
+        """Sends as much as the connection accepts now, and keeps the rest for the next call.
+
+        If the connection has ended, the bytes are dropped, and `read` returns False.
+        """
         self._unsent += data
         try:
             sent = self._socket.send(self._unsent, socket.MSG_NOSIGNAL)
@@ -152,27 +155,27 @@ class Link:
         del self._unsent[:sent]
 
     def finish(self) -> None:
-        """Says that nothing more will be sent."""
+        """Shuts down the sending direction: the peer receives an end of file."""
         try:
             self._socket.shutdown(socket.SHUT_WR)
-        except OSError:  # the peer was faster
+        except OSError:  # the peer has closed the connection before
             return
 
     def release(self) -> socket.socket:
-        """The connection, which is the caller's now, before anything has come over it."""
+        """Returns the socket, which the caller owns from then on. Only before bytes were received."""
         return self._socket
 
     def close(self) -> None:
-        """Ends the connection. May be called twice."""
+        """Closes the connection. May be called twice."""
         drop(self._socket)
 
 
 def listen() -> socket.socket:
-    """A listening socket at a port of the kernel's choice, at all addresses of this host."""
+    """A socket that listens at a free port, at all addresses of this host."""
     if socket.has_dualstack_ipv6():
         try:
             return keep(socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True))
-        except OSError:  # no interface has an address of that family
+        except OSError:  # no interface has an IPv6 address
             pass
     return keep(socket.create_server(("", 0)))
 
@@ -184,7 +187,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def keep(connection: socket.socket) -> socket.socket:
-    """Makes a socket non-blocking, and has it closed in forked children; `drop` ends it."""
+    """Makes a socket non-blocking, and has it closed in forked children; `drop` closes it."""
     _sockets.add(connection)
     connection.setblocking(False)
     if connection.family != socket.AF_UNIX:
@@ -199,7 +202,7 @@ def drop(connection: socket.socket) -> None:
 
 
 def kept_by(owner: object, connections: Sequence[socket.socket]) -> Callable[[], object]:
-    """Has kept sockets dropped with the object that uses them: the result does that, or its end."""
+    """Closes kept sockets when their owner is collected, or when the result is called."""
     ending = weakref.finalize(owner, lambda: [drop(one) for one in connections])
     ending.atexit = False
     return ending
@@ -216,11 +219,11 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
-_HELLO = struct.Struct("!I32s")  # who calls, proof
+_HELLO = struct.Struct("!I32s")  # index of the caller, proof
 _WELCOME = b"+"
-_PROOF_S = 5.0  # a connection has to prove itself within this time
-_GUESTS = 64  # callers without a proof at a time, beside the expected ones
-_STAGGER_S = 0.25  # before a peer's next address is tried beside the last one
+_PROOF_S = 5.0  # time for the proof of a connection
+_GUESTS = 64  # callers without a proof at a time, in addition to the expected callers
+_STAGGER_S = 0.25  # before a peer's next address is tried, in parallel with the last
 _PAUSE_S = 0.5  # before all of a peer's addresses are tried again
 _TICK_S = 0.05
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
@@ -231,9 +234,9 @@ class Peer:
     """One worker of this start.
 
     Attributes:
-        name: in messages, e.g. "rank 2 (host b, pid 123)".
+        name: for messages, e.g. "rank 2 (host b, pid 123)".
         addresses: possible addresses, the likeliest first.
-        port: of its listener.
+        port: port of its listener.
     """
 
     name: str
@@ -242,7 +245,7 @@ class Peer:
 
 
 class Listener:
-    """The socket that neighbours call: open before this worker is announced, closed when all have called."""
+    """The socket that neighbours connect to: open before this worker is announced, closed by `connect`."""
 
     def __init__(self) -> None:
         self.socket: socket.socket = listen()
@@ -255,7 +258,7 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """Refuses further calls. May be called twice."""
+        """Refuses further connections. May be called twice."""
         drop(self.socket)
 
 
@@ -265,15 +268,15 @@ def connect(
     """Links this worker with its neighbours. All workers.
 
     Args:
-        listener: announced to the neighbours; closed when this returns or raises.
-        index: this worker's, of 0 to `size` - 1.
+        listener: announced to the neighbours; closed when this function returns or raises.
+        index: index of this worker, 0 to `size` - 1.
         size: number of workers.
-        peers: its neighbours, by their index; each of them has this worker among its own.
+        peers: index -> neighbour; each neighbour has this worker among its own neighbours.
         secret: known to the workers of this start only.
         deadline: on time.monotonic().
 
     Returns:
-        A link with each neighbour, in the order of `peers`. They may have received something already.
+        A link with each neighbour, in the order of `peers`. A link may have received bytes already.
 
     Raises:
         RendezvousError: a neighbour ended, or was not linked before the deadline.
@@ -309,10 +312,10 @@ class _Contact:
 
     Attributes:
         socket: the connection.
-        call: the call that it belongs to; None for a guest, which called here.
-        address: the other end.
-        until: deadline of the proof.
-        handshake: yields the events that it waits for, and returns the link.
+        call: the call that it belongs to; None for a guest: a connection that the listener has accepted.
+        address: address of the other end.
+        until: deadline of the proof, on time.monotonic().
+        handshake: yields the poll events that it waits for, and returns the link.
     """
 
     socket: socket.socket
@@ -323,7 +326,7 @@ class _Contact:
 
 
 class _Meeting:
-    """One loop over all sockets, in which no connection waits for another."""
+    """Links this worker with its neighbours, in one loop over all sockets: no connection blocks another."""
 
     def __init__(
         self, listener: Listener, index: int, size: int, peers: Mapping[int, Peer], secret: bytes
@@ -335,7 +338,7 @@ class _Meeting:
         }
         self._contacts: dict[_Contact, None] = {}  # the oldest first
         self._most_guests = _GUESTS + len(peers) - len(self._calls)
-        self._strangers, self._last_stranger = 0, ""  # guests that went without a proof
+        self._strangers, self._last_stranger = 0, ""  # guests that ended without a proof
         self._selector = selectors.PollSelector()  # an epoll's set would be shared with forked children
         self._selector.register(listener.socket, selectors.EVENT_READ)
 
@@ -355,7 +358,7 @@ class _Meeting:
                 elif isinstance(key.data, Link) and not key.data.read():
                     name = self._peers[key.data.peer].name
                     raise RendezvousError(f"{name} ended while the workers were connecting: see its log")
-            if is_called:  # the last of all: a proof that has come counts before its guest could be sent away
+            if is_called:  # last: a guest whose proof has been received is a link before it could be dropped
                 self._admit(now)
             for contact in [one for one in self._contacts if one.until < now]:
                 self._end(contact, TimeoutError(errno.ETIMEDOUT, f"no proof came within {_PROOF_S:.0f} s"))
@@ -364,14 +367,14 @@ class _Meeting:
         return [self.links[peer] for peer in self._peers]
 
     def close(self) -> None:
-        """Ends all connections that are not links."""
+        """Closes all connections that are not links, and the listener."""
         for contact in list(self._contacts):
             self._end(contact)
         self._listener.close()
         self._selector.close()
 
     def _dial(self, call: _Call, now: float) -> None:
-        """Tries a peer's next address once the last address has failed, or takes long."""
+        """Tries a peer's next address if the last address has failed, or has not answered for a while."""
         is_tried = any(contact.call is call for contact in self._contacts)
         if is_tried and (now < call.next_at or not call.untried):
             return
@@ -390,7 +393,7 @@ class _Meeting:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             connection = keep(socket.socket(family, socket.SOCK_STREAM))
-        except OSError as error:  # no such family here
+        except OSError as error:  # this host lacks the address family
             call.errors[address] = error
             return
         error = connection.connect_ex((address, peer.port))
@@ -399,7 +402,7 @@ class _Meeting:
         self._begin(contact)
 
     def _admit(self, now: float) -> None:
-        """Accepts one call. It may cost a guest that has not proved itself its place."""
+        """Accepts one connection. If there are too many guests, drops one of them first."""
         try:
             connection, (address, *_) = self._listener.socket.accept()
         except OSError as error:  # the caller has hung up, or this process is out of descriptors
@@ -414,11 +417,11 @@ class _Meeting:
         self._begin(contact)
 
     def _send_away(self) -> None:
-        """Ends the oldest guest of the address that has the most guests."""
+        """Drops the oldest guest of the address with the most guests."""
         guests = [contact for contact in self._contacts if contact.call is None]
         crowds = Counter(guest.address for guest in guests)
         if guests:
-            self._end(max(guests, key=lambda guest: crowds[guest.address]))  # the first one of the most
+            self._end(max(guests, key=lambda guest: crowds[guest.address]))  # the first, so the oldest
 
     def _begin(self, contact: _Contact) -> None:
         self._contacts[contact] = None
@@ -427,7 +430,7 @@ class _Meeting:
 
     def _advance(self, contact: _Contact) -> None:
         """Continues a handshake whose socket is ready."""
-        if contact not in self._contacts:  # another address of the peer was faster
+        if contact not in self._contacts:  # another address of the peer has become the link
             return
         try:
             events = next(contact.handshake)
@@ -456,7 +459,7 @@ class _Meeting:
         self._selector.unregister(contact.socket)
 
     def _introduce(self, contact: _Contact, peer: int, error: int) -> Generator[int, None, Link]:
-        """The caller's part: the answering end has to prove itself first."""
+        """The caller's part of the handshake: the answering end has to send its proof first."""
         connection = contact.socket
         if not error:
             yield selectors.EVENT_WRITE
@@ -468,12 +471,12 @@ class _Meeting:
         if not hmac.compare_digest(proof, self._proof(b"answers", peer, peer, nonce)):
             raise _NotOurs("something else answers there")
         _say(connection, _HELLO.pack(self._index, self._proof(b"calls", self._index, peer, nonce)))
-        contact.until = float("inf")  # the peer may have a link already, and relies on this end
+        contact.until = float("inf")  # the peer may have made its link already, which needs this connection
         yield from _read(connection, len(_WELCOME))
         return Link(peer, connection)
 
     def _answer(self, connection: socket.socket) -> Generator[int, None, Link]:
-        """The listener's part."""
+        """The listener's part of the handshake."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         _say(connection, nonce + self._proof(b"answers", self._index, self._index, nonce))
         caller, proof = _HELLO.unpack((yield from _read(connection, _HELLO.size)))
@@ -503,7 +506,7 @@ class _Meeting:
         )
 
     def _called(self) -> str:
-        """How many strangers called, and from where."""
+        """The sentence about connections without a proof, for the error; empty if there were none."""
         waiting = [contact.address for contact in self._contacts if contact.call is None]
         if not (count := self._strangers + len(waiting)):
             return ""
@@ -519,7 +522,7 @@ def _reach(peer: Peer) -> str:
 
 
 def _read(connection: socket.socket, size: int) -> Generator[int, None, bytes]:
-    """Reads exactly `size` bytes, and nothing after them."""
+    """Receives exactly `size` bytes, and no byte after them."""
     data = b""
     while len(data) < size:
         yield selectors.EVENT_READ
@@ -534,5 +537,5 @@ def _read(connection: socket.socket, size: int) -> Generator[int, None, bytes]:
 
 
 def _say(connection: socket.socket, data: bytes) -> None:
-    if connection.send(data, socket.MSG_NOSIGNAL) < len(data):  # the first bytes: the buffer has room
+    if connection.send(data, socket.MSG_NOSIGNAL) < len(data):  # a handshake's few bytes fit the buffer
         raise ConnectionAbortedError(errno.ECONNABORTED, "it takes nothing")

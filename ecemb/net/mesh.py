@@ -1,17 +1,17 @@
-"""The ranks' own connections, over which the thread that needs a message reads it.
+"""The ranks' own connections, on which the thread that needs a message receives it itself.
 
-gloo announces each receiver to the sender, reads each message in a thread of its own, and wakes the thread
+gloo announces each receiver to the sender, receives each message in a thread of its own, and wakes the thread
 that waits for it. Here a thread sends and receives at the same time, from and to its own memory, so that no
-order of ranks can block. A `Mesh` is this rank's connections with some others. `Channels` are one thread's
-end of some of them: a stream of bytes each way, whose receiver learns from the bytes before how many come
-next. `Notes` are messages of some dozen bytes over a mesh, found by their tags, for any thread.
+order of ranks can block. A `Mesh` has this rank's connections with some other ranks. `Channels` are one
+thread's end of some of them: a stream of bytes each way, in which earlier bytes give the receiver the length
+of the next message. `Notes` are messages of some dozen bytes over a mesh, found by tags, for any thread.
 
-All of them wait in `Channels.run`, which ends when a rank has ended, by its deadline, or by `Mesh.hang_up`.
-The loop that moves bytes is machine code, whose state (what is left of each message) is in memory: an
-exception of a signal handler finds it between two calls of the loop, and loses no byte. The next call of
-`Channels.run` goes on.
+All of them wait in `Channels.run`, which returns or raises when all bytes have moved, when a rank has ended,
+at its deadline, or after `Mesh.hang_up`. The loop that sends and receives is machine code. Its state, the
+rest of each message, is in memory: an exception of a signal handler comes between two calls of the loop, and
+no byte is lost. The next call of `Channels.run` continues.
 
-Must not know: what the bytes are, except for the tags of notes.
+Must not know: the meaning of the bytes, except for the tags of notes.
 """
 
 from __future__ import annotations
@@ -43,31 +43,33 @@ Array = NDArray[Any]
 _CHANNEL_WORDS = 6
 _SOCKET, _OUT_AT, _OUT_LEFT, _IN_AT, _IN_LEFT, _IN_FLAGS = range(_CHANNEL_WORDS)
 _READS, _WRITES = 1 << 32, 4 << 32  # POLLIN and POLLOUT, where a struct pollfd has its events
-_IDLE = (1 << 32) - 1  # no socket, no events
-_LONGEST_MS = 2**31 - 1  # of one wait of poll's
-_MOST_BYTES = 1 << 62  # of a message
-_OVER, _LATE, _AGAIN = 0, -1, -2  # or the channel that has ended, from 1 on
+_IDLE = (1 << 32) - 1  # a struct pollfd without socket and events
+_LONGEST_MS = 2**31 - 1  # longest timeout of poll()
+_MOST_BYTES = 1 << 62  # longest message
+_OVER, _LATE, _AGAIN = 0, -1, -2  # results of the loop; from 1 on: the number of the channel that has ended
 
 _NOTE = struct.Struct("=II")  # tag, words
 _LEAST_WORDS = 16
 _KEPT = 64
-"""Notes of a peer. The end of a transaction has a few, and no rank is two of them ahead of another one."""
+"""Notes of a peer that are kept. A transaction's end has a few notes, and no rank is two transactions ahead
+of another."""
 
 
 class Mesh:
-    """This rank's connections with some others, for one purpose.
+    """This rank's connections with some other ranks, for one purpose.
 
     Args:
-        links: with these ranks, by their number; consumed. Nothing is sent before all ends are meshes.
+        links: a link with each of these ranks, whose `peer` is the rank; consumed. No end sends before all
+            ends are meshes.
         rank: this rank.
         world_size: number of ranks.
-        timeout_s: deadline of a wait.
-        activity: says that the main thread waits.
+        timeout_s: longest time of a wait in which no byte is sent or received.
+        activity: shows that the main thread waits.
 
     Attributes:
-        timeout_s: deadline of a wait.
-        world_size: number of ranks.
-        activity: says that the main thread waits.
+        timeout_s: as given.
+        world_size: as given.
+        activity: as given.
     """
 
     def __init__(
@@ -89,32 +91,40 @@ class Mesh:
         return list(self._sockets)
 
     def channels(self, ranks: Sequence[int] | None = None) -> Channels:
-        """The end of some connections, or of all: no other thread sends over them, or none receives."""
+        """This rank's end of the connections with some ranks, or with all.
+
+        One thread at a time may send over a connection, and one may receive.
+        """
         chosen = self._sockets if ranks is None else ranks
         return Channels(self, {rank: self._sockets[rank] for rank in chosen})
 
     def lost(self, what: str, waited_s: float, why: str) -> PeerFailure:
-        """The error of a wait that has failed."""
+        """The error of a failed wait, see `lost_peer`; `why` is the failure."""
         error = ConnectionError(why)
         return lost_peer(self._rank, self.world_size, what, waited_s, self.timeout_s, error)
 
     def hang_up(self) -> None:
-        """Ends all waits, of any thread, here and at the other ends; `close` follows. May be called twice."""
+        """Shuts down all connections: ends all waits of any thread, on this rank and on its peers.
+
+        `close` follows. May be called twice.
+        """
         for connection in self._sockets.values():
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the connection has ended
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends all connections, when no thread waits. May be called twice."""
+        """Closes all connections. No thread may wait any more. May be called twice."""
         self._end()
 
 
 class Channels:
-    """Data to be sent to some ranks, and to be received from them. One thread at a time.
+    """Streams of bytes to and from some ranks, with the data that is still to be sent and received.
+
+    Used by one thread at a time.
 
     Args:
-        mesh: whose connections these are.
-        sockets: by rank; they last as long as the mesh.
+        mesh: owns the connections.
+        sockets: rank -> socket; they last as long as the mesh.
     """
 
     def __init__(self, mesh: Mesh, sockets: Mapping[int, socket.socket]) -> None:
@@ -127,11 +137,11 @@ class Channels:
         self._held = defaultdict[tuple[int, int], list[Array]](list)  # the memory to which the plan points
 
     def send(self, to: int, *parts: Array) -> None:
-        """Has data sent by `run`, after what is still to be sent there.
+        """Queues data for a rank, which `run` sends after the data that is queued for it already.
 
         Args:
             to: the receiver.
-            parts: of any dtype, contiguous, read until they are sent; they follow each other.
+            parts: arrays of any dtype, contiguous, sent one after the other; read until they are sent.
         """
         at, left = self._plan[self._places[to], _OUT_AT : _OUT_LEFT + 1].tolist()
         if not left and len(parts) == 1:
@@ -142,34 +152,35 @@ class Channels:
             self._hold(to, _OUT_AT, np.frombuffer(data, np.uint8))
 
     def expect(self, outs: Mapping[int, Array]) -> None:
-        """Has `run` receive as much as fits into arrays.
+        """Has `run` fill arrays with bytes that it receives.
 
         Args:
-            outs: rank -> of any dtype, contiguous, overwritten; nothing else is expected from there.
+            outs: rank -> array of any dtype, contiguous, overwritten. No other data may be expected from the
+                rank at this time.
         """
         for rank, out in outs.items():
             self._plan[self._places[rank], _IN_FLAGS] = socket.MSG_DONTWAIT
             self._hold(rank, _IN_AT, out)
 
     def skip(self, sizes: Mapping[int, int]) -> None:
-        """Has `run` receive words (rank -> their number) and drop them: they take no memory."""
+        """Has `run` receive words (rank -> number of words) and drop them, without memory for them."""
         for rank, size in sizes.items():
             self._plan[self._places[rank], _IN_FLAGS] = socket.MSG_DONTWAIT | socket.MSG_TRUNC
             self._plan[self._places[rank], _IN_LEFT] = min(max(0, 8 * size), _MOST_BYTES)
 
     def run(self, what: str, *, all_sent: bool = True) -> None:
-        """Returns when all that is expected is here and, with `all_sent`, all is sent.
+        """Sends and receives until all expected data is received and, with `all_sent`, all queued data sent.
 
-        A rank that has asked for more than fits on the way must not wait until all of it is sent: whom it
-        asks reads no further request before its answer is on its way, and an answer is long too.
+        `all_sent` must be false for requests that are longer than the connection's buffers: the peer receives
+        no further request before it has sent its answer, which may be as long, and so both ranks would wait.
 
         Args:
             what: names the wait in the error.
-            all_sent: if not, the next call sends the rest.
+            all_sent: whether to wait until all queued data is sent; if not, the next call sends the rest.
 
         Raises:
-            PeerFailure: a rank has ended, or nothing came or went before the deadline.
-            BaseException: that of a signal handler; the next call goes on.
+            PeerFailure: a rank has ended, or no byte was sent or received for `timeout_s`.
+            BaseException: the exception of a signal handler; the next call continues.
         """
         with self._mesh.activity.waiting():
             began = last = time.monotonic()
@@ -181,9 +192,9 @@ class Channels:
                     return
                 now = time.monotonic()
                 before, left = left, self._plan[:, [_OUT_LEFT, _IN_LEFT]].ravel().tolist()
-                if left != before:  # bytes came or went
+                if left != before:  # bytes were sent or received
                     last = now
-                wait_s = last + self._mesh.timeout_s - now  # a turn after a signal's waits for less than all
+                wait_s = last + self._mesh.timeout_s - now  # after a signal, only the rest of the time
                 if wait_s > 0 and (ended == _AGAIN or (ended == _LATE and before)):
                     continue
                 why = f"nothing came within {self._mesh.timeout_s:.0f} s"
@@ -192,7 +203,7 @@ class Channels:
                 raise self._mesh.lost(what, now - began, why)
 
     def _hold(self, rank: int, at: int, data: Array) -> None:
-        """Points the plan to data. An interruption on the way leaves it as it is, or as it shall be."""
+        """Points the plan to data. An interruption leaves it pointing to the old or to the new data."""
         held = self._held[rank, at]
         held.append(data)
         self._plan[self._places[rank], at : at + 2] = data.__array_interface__["data"][0], data.nbytes
@@ -202,15 +213,15 @@ class Channels:
 class Notes:
     """Messages of some dozen bytes to and from the ranks of a mesh, found by their tags. For any threads.
 
-    A note waits in its connection until a thread that needs one reads it. All notes are of one size on the
-    wire. The newest ones are kept when they have been received, so that a wait can be repeated which an
-    exception of a signal handler has interrupted.
+    A note stays in the socket's buffer until a thread that waits for a note receives it. All notes have the
+    same size on the wire. The newest received notes are kept, so that a wait which an exception of a signal
+    handler has interrupted can be repeated.
 
     Args:
-        mesh: carries notes, and nothing else.
+        mesh: carries notes, and no other data.
 
     Attributes:
-        mesh: the same.
+        mesh: as given.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -218,13 +229,13 @@ class Notes:
         self._lines = {peer: _Line(mesh, peer, _NOTE.size + 8 * self._words) for peer in mesh.peers}
 
     def send(self, words: Words, to: int, what: str, tag: int) -> None:
-        """Sends a note, and waits for nothing.
+        """Sends a note. Does not wait for its receiver.
 
         Args:
             words: uint64 [m], m at most 16 + N // 32, read.
             to: a rank of the mesh.
             what: names the call in the error.
-            tag: below 2^32; finds the note among those of this rank.
+            tag: below 2^32; identifies the note among those of this rank.
 
         Raises:
             ValueError: the note is too long.
@@ -235,16 +246,16 @@ class Notes:
         self._lines[to].send(tag, words.tobytes(), what)
 
     def receive(self, out: Words, source: int, what: str, tag: int) -> None:
-        """Waits for a note; may be called again for the same one.
+        """Waits for a note; may be called again for the same note.
 
         Args:
             out: uint64 [m], overwritten; as long as the note.
             source: a rank of the mesh.
             what: names the wait in the error.
-            tag: the note's.
+            tag: tag of the note.
 
         Raises:
-            PeerFailure: the connection has ended or timed out, or carries something else than notes.
+            PeerFailure: the connection has ended or timed out, or the received bytes are not the note.
         """
         note = self._lines[source].receive(tag, what)
         if len(note) != out.nbytes:
@@ -254,11 +265,11 @@ class Notes:
 
 
 class _Line:
-    """One connection of notes.
+    """One connection for notes.
 
     Args:
-        mesh: has it.
-        peer: the rank at its other end.
+        mesh: owns the connection.
+        peer: the rank at the other end.
         size: bytes of a note on the wire.
     """
 
@@ -267,9 +278,9 @@ class _Line:
         self._sending, self._reading = (mesh.channels([peer]) for _ in range(2))
         self._sends = threading.Lock()
         self._read = np.zeros(size, np.uint8)
-        self._notes: dict[int, bytes] = {}  # by tag, the oldest first
+        self._notes: dict[int, bytes] = {}  # tag -> note, the oldest first
         self._changed = threading.Condition()
-        self._reader: int | None = None  # the thread that reads the socket, for all
+        self._reader: int | None = None  # the thread that receives notes for all threads
         self._reading.expect({peer: self._read})
 
     def send(self, tag: int, data: bytes, what: str) -> None:
@@ -297,7 +308,7 @@ class _Line:
                         self._changed.notify_all()
 
     def _keep_next(self, what: str) -> None:
-        """Waits for the next note, and keeps it; after an interruption the same one again."""
+        """Receives the next note, and keeps it. After an interruption it continues with the same note."""
         self._reading.run(what)
         note = self._read.tobytes()
         tag, words = _NOTE.unpack_from(note)
@@ -312,9 +323,13 @@ class _Line:
 
 @functools.cache
 def loop() -> Callable[..., int]:
-    """The loop: moves bytes until all are received and, with `all`, sent; or until a handler may run.
+    """The compiled loop that sends and receives.
 
-    Arguments: plan, polled, count, all, ms of a wait.
+    It returns when all bytes are received and, with `all`, sent; when no byte has moved for `ms`; when a
+    signal has come, so that its handler can run; or when a connection has ended.
+
+    Arguments: plan, polled, count, all, ms of a wait. Returns one of `_OVER`, `_LATE`, `_AGAIN`, or the
+    number of the channel that has ended, from 1 on.
     """
     address = assembled(
         _CODE,

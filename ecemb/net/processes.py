@@ -1,6 +1,6 @@
 """Kernel services for a process beyond Python's own calls.
 
-Owns prctl, the command line that others see of this process, and the moments of its start.
+Owns prctl, this process's command line in `ps`, and the times of its start.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def die_with_parent(parent: int) -> bool:
         parent: the expected parent process.
 
     Returns:
-        Whether it still is the parent; if not, it has ended before.
+        Whether `parent` still is this process's parent; if not, it has ended before.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     return os.getppid() == parent
 
 
 def is_launcher(parent: int) -> bool:
-    """Whether this process's parent may be the agent of torchrun, or a command that the agent has started.
+    """Whether `parent`, this process's parent, may be torchrun's agent or one of the agent's commands.
 
-    An agent that is killed right after it has started this process is not the parent any more when this
-    process asks for the first time. The process that orphans go to differs: it isn't in this session, nor
-    has it loaded torch, as the agent has, which gives each of its commands a session.
+    If the agent is killed right after it has started this process, the parent is already the process that
+    inherits orphans. That process differs from both: it is not in this process's session, and has not loaded
+    torch, as the agent has, which gives each of its commands a session.
     """
     try:
         if os.getsid(0) != os.getpid():
@@ -47,17 +47,17 @@ def is_launcher(parent: int) -> bool:
         return False
     except (
         OSError
-    ):  # it can't be examined; a first process that is the agent has no more rights than this one
+    ):  # this process may not examine the parent; if the agent were process 1, this process might
         return parent != 1
 
 
 def drop_pending(number: int) -> None:
-    """Discards a signal that is blocked and has come, so that it does nothing when it is unblocked."""
-    signal.signal(number, signal.signal(number, signal.SIG_IGN))  # the kernel discards what is ignored
+    """Discards a pending, blocked signal, so that it has no effect when it is unblocked."""
+    signal.signal(number, signal.signal(number, signal.SIG_IGN))  # the kernel discards an ignored signal
 
 
 def leave_no_core() -> None:
-    """From here on, no signal makes the kernel write this process's memory to a file."""
+    """Disables core dumps: from here on, no signal makes the kernel write this process's memory to a file."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 

@@ -1,9 +1,9 @@
-"""Identity: which worker is which rank, and whose memory it gets (docs/protocol.md, 3.1).
+"""The rendezvous: workers agree on their ranks, claim their arenas and connect (docs/protocol.md, 3.1).
 
 torchrun may give a restarted worker another RANK, and keeps dead addresses in its store. So the workers of
-every start agree on one list of workers and of the memory on their hosts (`roster`), and `assign` gives out
-logical ranks from that list: ranks follow their memory, and replacement ranks take what is missing.
-`ecemb.session` calls this module's functions in their order. Must not know: what an arena holds.
+every start agree on one list of workers and of the arenas on their hosts (`roster`), and `assign` computes
+logical ranks from that list: ranks follow their memory, and replacement ranks get the ranks whose memory is
+lost. `ecemb.session` calls this module's functions in their order. Must not know: the content of an arena.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-# Its default arguments keep the group that exists when it is imported, which is at the first step of an
-# optimizer: imported here, before there is one, no gloo thread outlives destroy_process_group().
+# Default arguments of this module's functions keep the process group that exists at its import, which is
+# otherwise at the first step of an optimizer. Imported here, before there is a group, it keeps none, and no
+# gloo thread outlives destroy_process_group().
 import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 from ..errors import ConfigurationError, RendezvousError
@@ -41,7 +42,7 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 
 def environment() -> tuple[int, int, str, int]:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun gave them.
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun has set them.
 
     Raises:
         ConfigurationError: there is no torchrun environment.
@@ -58,10 +59,12 @@ def environment() -> tuple[int, int, str, int]:
 
 
 def prepare() -> Activity:
-    """Prepares this process for the end of its agent, and for its own; before any group is made.
+    """Has the kernel end this process with torchrun's agent, and installs the exception hook.
+
+    Called before any group is made.
 
     Returns:
-        What the exception hook and the watch know of this process's place in the training.
+        A new `Activity` of this process, which the exception hook and the failure detector read.
 
     Raises:
         RendezvousError: torchrun's agent has ended.
@@ -82,7 +85,7 @@ def assemble(
     timeout_s: float,
     deadline: float,
 ) -> tuple[Roster, tuple[Assignment, ...]]:
-    """Agrees on the roster, gives out ranks, and begins to watch the other workers. All ranks.
+    """Agrees on the roster, assigns ranks, and begins to watch the other workers. All ranks.
 
     Args:
         job_flags: the part of the store that outlives this start.
@@ -91,11 +94,11 @@ def assemble(
         index: torchrun's RANK.
         world_size: number of workers.
         timeout_s: how long a peer may be silent.
-        deadline: of the whole, on the monotonic clock.
+        deadline: deadline of the rendezvous, on time.monotonic().
 
     Returns:
-        What all workers agreed on, and the assignment of each worker, in the order of torchrun's RANK. The
-        exception hook has the failure detector, if there are other workers.
+        The roster, and the assignment of each worker, in the order of torchrun's RANK. If there are other
+        workers, the failure detector is `hook.watch`.
 
     Raises:
         ArenaBusy: a living process holds an arena of this job.
@@ -133,8 +136,8 @@ def make_group(
     """Claims this worker's arenas, and makes torch.distributed's default group. All ranks.
 
     Args:
-        backend: as torch.distributed's.
-        store: for this group alone.
+        backend: as for torch.distributed.
+        store: a store for this group alone.
         own: this worker's rank and arenas.
         world_size: number of ranks.
         found: the arenas of this host, as they were reported.
@@ -142,12 +145,12 @@ def make_group(
         patience_s: deadline of the group's collectives.
 
     Returns:
-        This rank's arena, or None for a replacement rank; and those that it holds, which another number of
-        ranks made. All are locked.
+        This rank's arena, or None for a replacement rank; and the arenas that this worker holds for another
+        number of ranks (`Assignment.held`). All are locked.
 
     Raises:
         RendezvousError: an arena changed, or is not on this host.
-        ArenaBusy: a living process holds it.
+        ArenaBusy: a living process holds an arena.
     """
     try:
         arena = _claim(found, own.arena_id, own.rank, timeout_s) if own.arena_id is not None else None
@@ -165,22 +168,22 @@ def make_group(
 
 
 def _destroy_groups(pid: int) -> None:
-    """Ends the groups while the interpreter is whole: gloo's threads must not outlive it (SIGABRT)."""
+    """Destroys the groups while the interpreter is whole: gloo's threads must not outlive it (SIGABRT)."""
     if os.getpid() == pid and dist.is_initialized():  # a forked child shares its parent's sockets
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 
 
 def connect_store(address: str, port: int, index: int, timeout: datetime.timedelta) -> dist.Store:
-    """torchrun's own store, or one that RANK 0 hosts where the launcher keeps none.
+    """Connects to torchrun's own store, or to one that RANK 0 hosts if the launcher keeps none.
 
     Raises:
         RendezvousError: no store answers.
     """
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if agents and index == 0 and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        # Surviving agents keep the address of the first round's store and don't tell it to a new agent
-        # (torch 2.13); if its host is the one that is lost, they even go on with a dead address.
+        # Surviving agents keep the address of the first round's store and don't send it to a new agent
+        # (torch 2.13); if the host of that store is lost, they even continue with a dead address.
         logger.warning(
             "torchrun was launched so that a lost host can't be replaced: a new agent gets no address of "
             "the store that the others share with their workers. Launch with --rdzv-backend c10d, and with "
@@ -210,7 +213,7 @@ def _report(directory: Directory, found: Found) -> Report:
 
 
 def _claim(found: Sequence[Found], arena_id: str, rank: int, timeout_s: float) -> Arena:
-    """Locks an arena for this worker, and checks that it is still what was reported."""
+    """Locks an arena for this worker, and checks that its header is still the reported one."""
     for one in found:
         if one.header is not None and one.header.constants.arena_id == arena_id:
             arena = Arena.attach(one, timeout_s=timeout_s)
@@ -227,6 +230,9 @@ def _claim(found: Sequence[Found], arena_id: str, rank: int, timeout_s: float) -
 
 
 def _die_with_agent() -> None:
-    """Workers run in sessions of their own: without this, a killed agent leaves them training on."""
+    """Has the kernel kill this worker when torchrun's agent ends.
+
+    A worker runs in a session of its own: otherwise it would continue the training after a killed agent.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ and not die_with_parent(os.getppid()):
         raise RendezvousError("torchrun's agent ended while this worker was starting: launch the job again")

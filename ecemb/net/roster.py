@@ -1,28 +1,28 @@
 """The workers of a start agree on one roster over torchrun's store (docs/protocol.md, 3.1).
 
 torchrun reuses its store, with entries of dead workers in it. So every worker stores its entry under its
-index, where its successor overwrites it, and waits at its own mailbox, named by a random nonce. The
-worker with torchrun's RANK 0 leads: it reads all entries, writes one proposal, the roster, and puts the
-proposal's name into every mailbox. A proposal counts when all of its workers have taken it. One with a dead
-worker never counts, and is superseded when that worker's successor has come.
+index, where its successor overwrites it, and waits for its own mailbox, a key with a random nonce. The
+worker with torchrun's RANK 0 leads: it reads all entries, writes a proposal, the roster, and puts the
+proposal's name into every mailbox. A proposal counts when all of its workers have taken it. A proposal with a
+dead worker never counts: the leader replaces it when that worker's successor has stored its entry.
 
     announce/I    the entry of worker I               arrivals    number of such entries so far
     domains/D     a table of failure domains          plan/NONCE  mailbox: the name of a proposal
     roster/P      a proposal: the roster of all       taken/P     number of workers that have taken it
     verdict/P     it counts, or the proposal instead  current     proposals in the store, and nonces
 
-Nothing here grows with the tables, or from start to start: a start overwrites or removes the entries of the
-last start. All workers but the leader make a few operations, whatever their number is, and wait without
-polling; while the leader waits for others, it polls one counter.
+The entries don't grow with the tables, nor from start to start: a start overwrites or removes the entries of
+the last start. All workers but the leader make a few operations, whatever the number of workers is, and wait
+without polling; while the leader waits for workers, it polls one counter.
 
-Owns the wire format of rosters, in which workers announce themselves, and in which all learn the roster: a
-worker's entry is a roster of that worker alone. Every text and every set of words is
-written once, because on most starts all arenas say the same. A table of failure domains grows with the ranks,
-and so it is a value of its own, which rosters name by a digest.
+Owns the wire format of rosters, of proposals and of entries: a worker's entry is a roster of that worker
+alone. Every text and every set of words is written once, because on most starts the words of all arenas are
+equal. A table of failure domains grows with the ranks, and so it is a value of its own, which rosters name by
+a digest.
 
 The store is trusted as far as the job's own workers are; no value in it is a pickle. Counts are compared with
-the bytes at hand before anything is allocated for them, and bytes that `write_roster` can't have written
-raise RendezvousError.
+the number of bytes that are left before memory is allocated for them, and bytes that `write_roster` can't
+have written raise RendezvousError.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from .assignment import Report, Roster, Worker
 T = TypeVar("T")
 
 MOST_BYTES = 4 << 20
-"""Of one value. torch's store takes 8 MiB, and resets a connection that sends more."""
+"""Largest value. torch's store accepts 8 MiB, and resets a connection that sends more."""
 _COUNTS = "counts"
 _OWN_STORE = "Give the launch an --rdzv-id and --rdzv-endpoint of its own"
 _SHORTEST_S, _LONGEST_S = 0.005, 0.05  # between two reads of a counter
-_ROUNDING_S = 0.01  # of the store's deadlines
-_AGAIN_S = 0.25  # before a second read of entries that may be a dead worker's
+_ROUNDING_S = 0.01  # the store rounds deadlines
+_AGAIN_S = 0.25  # before entries are read again, as one may be of a dead worker with a successor
 
 
 def agree(
@@ -69,7 +69,7 @@ def agree(
     Args:
         store: the store of the job, for all workers.
         worker: this worker.
-        reports: the arenas on its host.
+        reports: the arenas on this host.
         index: torchrun's RANK.
         world_size: number of workers.
         deadline: on time.monotonic().
@@ -93,16 +93,18 @@ def agree(
             if verdict == _COUNTS:
                 return read_roster(client.get(f"roster/{name}"), client.domains)
             name = verdict
-    except TimeoutError:  # if all others have announced themselves, the leader is missing
+    except TimeoutError:  # if all workers have announced themselves, the leader does not answer
         raise _late(world_size, _unannounced(client, range(world_size)) or [0]) from None
 
 
 class _StoreClient:
-    """A store, with limits and named errors.
+    """A store, with limits and errors that name the cause.
+
+    If the store doesn't answer, all methods raise RendezvousError.
 
     Attributes:
-        deadline: of waits, on time.monotonic().
-        tables: the tables of failure domains that were read, by their digests.
+        deadline: deadline of waits, on time.monotonic().
+        tables: digest -> table of failure domains, of all tables that were read.
     """
 
     def __init__(self, store: dist.Store, deadline: float) -> None:
@@ -143,7 +145,7 @@ class _StoreClient:
         return self._asked(lambda: self._store.add(key, amount))
 
     def put_once(self, key: str, value: str) -> str:
-        """Stores a value unless the key exists; returns the value stored."""
+        """Stores a value unless the key exists; returns the value that is stored then."""
         return _text(self._asked(lambda: self._store.compare_set(key, "", value)))
 
     def remove(self, *keys: str) -> None:
@@ -155,7 +157,7 @@ class _StoreClient:
         """Waits for a value.
 
         Raises:
-            TimeoutError: there was none before the deadline.
+            TimeoutError: the key has no value at the deadline.
         """
         left_s = max(self.deadline - time.monotonic(), 0) + _ROUNDING_S
         try:
@@ -167,7 +169,11 @@ class _StoreClient:
         return _text(self.get(key))
 
     def domains(self, digest: str) -> Domains:
-        """The table of failure domains with a digest."""
+        """The table of failure domains with this digest.
+
+        Raises:
+            RendezvousError: the store has no such table, or bytes that are none.
+        """
         if digest not in self.tables:
             if not self.has(f"domains/{digest}"):
                 raise _foreign(f"the name of domains/{digest}, and not that")
@@ -175,7 +181,7 @@ class _StoreClient:
         return self.tables[digest]
 
     def looks(self) -> Iterator[None]:
-        """Yields until the deadline, at longer and longer intervals."""
+        """Yields for each poll until the deadline, at growing intervals."""
         pause_s = _SHORTEST_S
         while True:
             yield
@@ -192,7 +198,7 @@ class _StoreClient:
 
 
 class _Leader:
-    """The part of RANK 0."""
+    """The leader, RANK 0: reads all entries, and writes proposals until one counts."""
 
     def __init__(self, client: _StoreClient, worker: Worker, world_size: int) -> None:
         self._client, self._worker, self._world_size = client, worker, world_size
@@ -203,7 +209,7 @@ class _Leader:
         self._roster: Roster | None = None
 
     def lead(self) -> Roster:
-        """Proposes, and proposes again while a dead worker is in the proposal."""
+        """Writes proposals until one counts: a further one if a worker of the last had a successor."""
         announced = self._first()
         while True:
             roster = self._publish(announced)
@@ -214,7 +220,14 @@ class _Leader:
         return roster
 
     def _first(self) -> list[Roster]:
-        """The entries of all workers, without those of workers in an earlier start's proposal."""
+        """Waits until every worker has an entry that is not of a worker of an earlier start's proposal.
+
+        Returns:
+            The entries, in the order of RANK.
+
+        Raises:
+            RendezvousError: a worker is missing at the deadline.
+        """
         size, dead = self._world_size, set(self._before.nonces)
         alive: list[int] = []
         enough = 0
@@ -225,19 +238,23 @@ class _Leader:
             if not self._client.has(*self._names):
                 enough = max(arrivals + 1, size)
                 continue
-            # Read all: an earlier entry may be a dead worker's, whose successor has come.
+            # Read all: an entry that was read before may be of a dead worker, and its successor's by now.
             announced = self._read()
             self._arrivals = arrivals
             alive = [i for i, one in enumerate(announced) if one.workers[0].nonce not in dead]
             if len(alive) == size:
                 return announced
-            # A missing worker still has to add 1: until then there is nothing to read.
+            # Each missing worker still has to add 1 to the counter: until then no entry has changed.
             enough = arrivals + size - len(alive)
         missing = sorted({*range(size)}.difference(alive))
-        raise _late(size, _unannounced(self._client, missing) or missing)  # or they are an earlier start's
+        raise _late(size, _unannounced(self._client, missing) or missing)  # or entries of an earlier start
 
     def _publish(self, announced: Sequence[Roster]) -> Roster:
-        """Writes a proposal and sends its name to its workers; returns the one before it if that counts."""
+        """Writes a proposal and sends its name to its workers.
+
+        Returns:
+            The proposal; or the one before it, if that counts by now.
+        """
         client, name, last = self._client, secrets.token_hex(8), self._roster
         roster = _propose(client, name, announced)
         client.put(f"roster/{name}", write_roster(roster))
@@ -257,7 +274,14 @@ class _Leader:
         return roster
 
     def _settled(self, name: str, announced: Sequence[Roster]) -> list[Roster] | None:
-        """Returns None once a proposal counts; the new entries, if they differ from the proposed ones."""
+        """Waits until the proposal `name` counts, or entries of other workers than `announced` are there.
+
+        Returns:
+            None if it counts; else the new entries.
+
+        Raises:
+            RendezvousError: neither at the deadline.
+        """
         again_at = time.monotonic() + _AGAIN_S
         for _ in self._client.looks():
             if self._client.has(f"verdict/{name}"):
@@ -274,7 +298,7 @@ class _Leader:
         raise _late(self._world_size, left or [0])
 
     def _read(self) -> list[Roster]:
-        """The entries of all workers."""
+        """The entries of all workers, in the order of RANK."""
         announced = [read_roster(text, self._client.domains) for text in self._client.get_all(self._names)]
         if any(len(one.workers) != 1 for one in announced):
             raise _foreign("a worker's entry that is not of one worker")
@@ -287,7 +311,7 @@ class _Leader:
             client.remove(f"roster/{name}", f"taken/{name}", f"verdict/{name}")
         if not before.counted:
             client.remove(*(f"plan/{nonce}" for nonce in before.nonces))
-        # Of a start with more workers: a later one with as many must not take them for its own.
+        # Entries of a start with more workers: a later start with as many must not take them for its own.
         client.remove(*(f"announce/{i}" for i in range(self._world_size, len(before.nonces))))
         used = {
             digest(names) for names in {one.header.constants.domains for one in roster.reports if one.header}
@@ -298,13 +322,13 @@ class _Leader:
 
 
 class _Proposals(NamedTuple):
-    """A leader's entry for the next start's leader.
+    """A leader's entry `current` for the leader of the next start.
 
     Attributes:
-        names: of its proposals, the last one last.
-        nonces: of the workers in the last proposal.
-        tables: digests of tables of failure domains that are in the store.
-        counted: whether the last proposal counted, so that it is in no mailbox any more.
+        names: names of its proposals, the last one last.
+        nonces: nonces of the workers in the last proposal, then of workers in earlier proposals.
+        tables: digests of the tables of failure domains in the store.
+        counted: whether the last proposal counted, so that no mailbox has its name any more.
     """
 
     names: Sequence[str] = ()
@@ -332,7 +356,7 @@ def _announce(client: _StoreClient, worker: Worker, reports: Sequence[Report], i
 
 
 def _take(client: _StoreClient, name: str, nonce: str, world_size: int) -> None:
-    """Finds this worker in a proposal, which counts once all of its workers have done so."""
+    """Takes a proposal that has this worker. The last of its workers to take it stores that it counts."""
     client.remove(f"plan/{nonce}")
     if client.add(f"taken/{name}", 1) == world_size:
         client.put_once(f"verdict/{name}", _COUNTS)
@@ -378,7 +402,10 @@ def _mark(client: _StoreClient, name: str) -> int:
 
 
 def _unannounced(client: _StoreClient, span: Sequence[int]) -> list[int]:
-    """The workers without an entry: by halves, as few are missing and one request clears a span."""
+    """The workers of `span` without an entry.
+
+    Searched by halves: few are missing, and one request checks that a whole half has entries.
+    """
     if not span or client.has(*(f"announce/{i}" for i in span)):
         return []
     if len(span) == 1:
@@ -416,7 +443,7 @@ Domains = tuple[str, ...]
 Resolve = Callable[[str], Domains]
 
 _MAGIC = b"ecembR03"
-_HEAD = struct.Struct("<8sqqqBII")  # generation, its id, opened, finished, workers, reports
+_HEAD = struct.Struct("<8sqqqBII")  # magic, generation, its id, opened, finished, workers, reports
 _COUNT = struct.Struct("<I")
 _TEXT = struct.Struct("<H")
 _WORDS = struct.Struct("<Bqqqqqqq")  # state, joined, its id, opened, committed, prepared, undeclared; fill
@@ -424,12 +451,12 @@ _WORKER = struct.Struct("<IIIIH")  # host, nonce, addresses; pid; port
 _REPORT = struct.Struct("<IIIIqIIIIBB")  # host, folder, file, damage; holder; words, id, rank, domains; flags
 _DIGEST_BYTES = 16
 _NOTHING = 0xFFFFFFFF
-_MOST_DAMAGE = 300  # characters of the text about an unreadable arena
+_MOST_DAMAGE = 300  # longest text about an unreadable arena, in characters
 _SUFFIX = ".arena"
 
 
 class _Table(dict[Any, int]):
-    """Values that are written once, and the numbers that stand for them."""
+    """Value -> the number that stands for it in the records. A lookup adds a missing value."""
 
     def __missing__(self, value: Any) -> int:
         self[value] = number = len(self)
@@ -460,7 +487,7 @@ def read_domains(data: bytes) -> Domains:
 
 
 def write_roster(roster: Roster) -> bytes:
-    """Packs a roster, of whose arenas' constants only the `Identity` is needed."""
+    """Packs a roster. Of the constants of arenas, it writes only the `Identity`."""
     texts, words, domains = _Table(), _Table(), _Table()
     workers = [
         _WORKER.pack(texts[one.host], texts[one.nonce], texts[",".join(one.addresses)], one.pid, one.port)
@@ -502,7 +529,7 @@ def read_roster(data: bytes, resolve: Resolve) -> Roster:
         bytes.fromhex(secret)
         words = [_words(*one) for one in source.records(_WORDS, source.count())]
         domains: list[Domains] = []
-        for _ in range(source.count()):  # each takes some bytes, so the end comes first
+        for _ in range(source.count()):  # ends with the bytes, however large the count is
             domains.append(resolve(source.bytes(_DIGEST_BYTES).hex()))
         return Roster(
             generation=generation,
@@ -548,7 +575,10 @@ def _numbers(values: Sequence[int]) -> bytes:
 
 
 class _Source:
-    """Reads from untrusted bytes."""
+    """Parses untrusted bytes from front to end.
+
+    Methods raise ValueError or struct.error if too few bytes are left.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -575,7 +605,7 @@ class _Source:
 
     def texts(self) -> list[str]:
         found: list[str] = []
-        for _ in range(self.count()):  # each takes at least two bytes, so the end comes first
+        for _ in range(self.count()):  # each takes two bytes or more: ends with the bytes
             found.append(self.bytes(self.unpack(_TEXT)[0]).decode("utf-8", "surrogateescape"))
         return found
 
@@ -586,7 +616,11 @@ class _Source:
 
 @contextmanager
 def _reading(data: bytes) -> Generator[_Source]:
-    """Bytes that a block reads to their end."""
+    """Gives the block a `_Source` of `data`, which the block has to read to its end.
+
+    Raises:
+        RendezvousError: the block raised an error of parsing, or left bytes.
+    """
     source = _Source(data)
     try:
         yield source

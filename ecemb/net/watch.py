@@ -1,22 +1,24 @@
 """The failure detector: notices a peer's end at once, and ends this process.
 
-gloo tells only some ranks that a peer is gone; the other ranks would wait for the group's timeout, and the
-workers of another host would learn nothing. So a thread of every worker listens to its neighbours on separate
-links. Each worker sends a sign of life every second. A link that ends without a goodbye means a death, and so
-does a silence longer than the deadline. The news goes from neighbour to neighbour and names the first death.
+gloo reports a peer's end only to some ranks; the other ranks would wait for the group's timeout, and the
+workers of another host would not be informed. So a thread of every worker listens to its neighbours on
+separate links. Each worker sends a heartbeat every second. A link that ends without a goodbye means a death,
+and so does a silence longer than the deadline. A report of the first death is passed from neighbour to
+neighbour.
 
-The process then ends, so that torchrun restarts the job: the arena is safe at any instant. Only silence
-counts, never slowness: a rank that computes for minutes sends signs of life meanwhile, even while a call
+The process then ends, so that torchrun restarts the job: its arena is recoverable at any instant. Only
+silence counts, never slowness: a rank that computes for minutes sends heartbeats meanwhile, even while a call
 keeps the interpreter's lock, because `Beats` run outside of the interpreter. A silence counts only while this
-thread was awake itself: a thread that was stopped, or waited for the lock, does not take others for dead.
+thread was awake itself: a thread that was stopped, or waited for the lock, does not take other workers for
+dead.
 
-`Beats` are bytes that a process sends regularly while it runs: one thread that Python does not know of, a
-loop of machine code, started by the C library's pthread_create. A call that keeps the interpreter's lock for
-minutes (an extension that compiles, sorts or copies) stops every thread of Python's, but not this thread. It
-stops when the process dies or is stopped.
+`Beats` sends the heartbeats while the process runs, from a thread that Python does not know of: a loop of
+machine code, started by the C library's pthread_create. A call that keeps the interpreter's lock for minutes
+(an extension that compiles, sorts or copies) stops every thread of Python, but not this thread. It stops when
+the process dies or is stopped.
 
-Owns as well what is to be said before a hard exit of this process (`before_hard_exit`): `os._exit` runs no
-exit handlers.
+Owns as well the functions to call before a hard exit of this process (`before_hard_exit`), as `os._exit` runs
+no exit handlers.
 """
 
 from __future__ import annotations
@@ -50,30 +52,30 @@ from .wording import listed
 logger: logging.Logger = logging.getLogger("ecemb")
 
 
-EXIT_UNDECIDED = 75  # of a process that ended so that recovery decides from the arenas
-GRACE_S = 0.5  # for the main thread to fail by itself, with a traceback that shows its place
-REPORT_S = 5.0  # at most, for the log and torchrun's summary: a busy machine takes long, a full pipe forever
+EXIT_UNDECIDED = 75  # exit code of a process that ends so that recovery decides from the arenas
+GRACE_S = 0.5  # time for the main thread to fail by itself, with a traceback that shows its place
+REPORT_S = 5.0  # longest time for log and torchrun's summary: a busy machine is slow, a full pipe blocks
 _BEAT_S = 1.0
-_BEATS = 10  # at least, within the deadline
+_BEATS = 10  # heartbeats, at least, within the deadline
 _GOODBYE_S = 1.0  # for neighbours to receive a goodbye
 
 _BEAT = b"\1"  # one byte, never sent in parts; every other message begins with another byte
 _MESSAGE = struct.Struct("!BBHII")  # kind; of a death: why, bytes of text that follow, index, silence in ms
-_MOST_BYTES = 400  # of text
+_MOST_BYTES = 400  # longest text of a message
 _BYE, _DEAD, _ASK, _HERE = 2, 3, 4, 5
-WAIT_S = 30.0  # of one wait of the main thread, after which a log line says where the others are
-_ANSWER_S = 3.0  # for the others' answers
+WAIT_S = 30.0  # a longer wait of the main thread is logged, with the places of the neighbours
+_ANSWER_S = 3.0  # time for the neighbours' answers
 _DIED, _SILENT, _GAVE_UP, _GARBLED = 1, 2, 3, 4
 
 
 @dataclasses.dataclass(frozen=True)
 class _Death:
-    """A worker's end.
+    """The end of a worker, as this worker or another has noticed it.
 
     Attributes:
-        index: of the worker.
+        index: index of the dead worker.
         why: one of the codes above.
-        silence_s: duration of its silence.
+        silence_s: duration of its silence, in seconds.
         error: the error that ended it, if it gave up.
     """
 
@@ -83,13 +85,13 @@ class _Death:
     error: str = ""
 
     def pack(self) -> bytes:
-        """As a message."""
+        """Packs the message that reports the death."""
         text = self.error.encode()[:_MOST_BYTES]
         silence_ms = min(int(self.silence_s * 1000), 2**32 - 1)
         return _MESSAGE.pack(_DEAD, self.why, len(text), self.index, silence_ms) + text
 
     def described(self, name: str) -> str:
-        """In words."""
+        """Describes the death of the worker `name`, for the log."""
         return {
             _DIED: f"{name} died",
             _SILENT: f"{name} was silent for {self.silence_s:.1f} s",
@@ -101,14 +103,15 @@ class _Death:
 class FailureDetector:
     """Watches the neighbours from its own thread until `say_goodbye`, `announce_failure` or a death.
 
-    Says goodbye by itself when the process ends without an exception.
+    When the process ends, the object calls `say_goodbye`, or `announce_failure` if an exception ended the
+    main thread.
 
     Args:
-        links: with all neighbours; consumed.
-        index: this worker's.
-        names: of all workers, by index, for messages.
-        timeout_s: a longer silence is a death.
-        activity: this worker's place, for the ranks that wait for it.
+        links: links with all neighbours; consumed.
+        index: index of this worker.
+        names: index -> name of the worker, for messages.
+        timeout_s: a longer silence counts as a death.
+        activity: the place of this worker's main thread, sent to ranks that wait for it.
     """
 
     def __init__(
@@ -130,28 +133,28 @@ class FailureDetector:
         self._wake, self._alarm = pair()
         self._poll = select.poll()
         self._activity = activity or Activity()
-        self._answers: dict[int, tuple[str, bool]] = {}  # of neighbours: their places, and whether they wait
+        self._answers: dict[int, tuple[str, bool]] = {}  # neighbour -> its place, and whether it waits
         self._asked_at: float | None = None
-        self._asked = ""  # this worker's place at that time
+        self._asked = ""  # this worker's place when it asked last
         self._beats = Beats(list(self._links), self._beat_s, _BEAT)
         self._at_exit = Finalize(None, self._at_process_end, exitpriority=0)
         self._thread = threading.Thread(target=self._run, name="ecemb-watch", daemon=True)
         self._thread.start()
 
     def say_goodbye(self) -> None:
-        """Says goodbye: this worker has finished, and its end is no failure. May be called twice."""
+        """Sends a goodbye to the neighbours: this worker's end is no failure. May be called twice."""
         self._stop(_MESSAGE.pack(_BYE, 0, 0, self._index, 0))
 
     def announce_failure(self, error: str = "") -> None:
-        """Announces to the others that this worker fails. May be called twice.
+        """Sends the neighbours a report that this worker fails. May be called twice.
 
         Args:
-            error: its error, in a line.
+            error: this worker's error, in one line.
         """
         self._stop(_Death(self._index, _GAVE_UP, error=error).pack())
 
     def news(self, timeout_s: float) -> str | None:
-        """Waits until a worker is gone, and returns the verdict; None if none is gone within the time."""
+        """Waits for a worker's death, and returns its description; None if there is none within the time."""
         self._decided.wait(timeout_s)
         return None if self._death is None else self._verdict(self._death)
 
@@ -166,9 +169,9 @@ class FailureDetector:
             return
         self._last_word = last_word
         self._at_exit.cancel()
-        drop(self._alarm)  # wakes the thread, if it has not looked yet
+        drop(self._alarm)  # wakes the thread from its poll
         self._decided.wait(_GOODBYE_S)
-        if self._death is None:  # else the thread is about to end the process, and the caller may be faster
+        if self._death is None:  # else that thread ends the process, unless the caller does so before
             self._thread.join(2 * _GOODBYE_S)
 
     def _run(self) -> None:
@@ -186,7 +189,7 @@ class FailureDetector:
             elif self._last_word is not None:
                 self._send_to_all(self._last_word)
                 self._await_hang_ups()
-        except BaseException:  # noqa: BLE001 - no other thread would report it
+        except BaseException:  # noqa: BLE001 - no other thread would report the error
             self._decided.set()
             end_process(f"the watch over the other ranks failed:\n{traceback.format_exc()}")
         finally:
@@ -197,21 +200,21 @@ class FailureDetector:
             drop(self._alarm)
 
     def _watch(self) -> _Death | None:
-        """Listens until a worker is gone, or this worker is to stop."""
+        """Listens until a worker has died (returned), or this worker stops (None)."""
         self._poll.register(self._wake, select.POLLIN)
         for descriptor in self._links:
             self._poll.register(descriptor, select.POLLIN)
         last = time.monotonic()
         while True:
             ready = [descriptor for descriptor, _ in self._poll.poll(math.ceil(self._beat_s * 1000))]
-            awake_s = min(time.monotonic() - last, 2 * self._beat_s)  # without the time it was stopped for
+            awake_s = min(time.monotonic() - last, 2 * self._beat_s)  # without time in which it was stopped
             last = time.monotonic()
             for link in self._links.values():
                 self._silence_s[link.peer] += awake_s
             found = [self._listen(self._links[one]) for one in ready if one in self._links]
             deaths = [death for death in found if death is not None]
             if deaths:
-                # A report of another's end says more.
+                # A neighbour's report of a death has more information than the end of its link.
                 return min(deaths, key=lambda death: death.why == _DIED)
             for peer in (link.peer for link in self._links.values()):
                 if self._silence_s[peer] > self._timeout_s:
@@ -225,7 +228,7 @@ class FailureDetector:
                 return None
 
     def _listen(self, link: Link) -> _Death | None:
-        """Reads a neighbour's messages."""
+        """Receives and handles a neighbour's messages. Returns a death that they report or show."""
         there = link.read()
         while (first := link.peek(1)) is not None:
             self._silence_s[link.peer] = 0.0
@@ -256,8 +259,8 @@ class FailureDetector:
     def _ask_where_others_are(self, now: float) -> None:
         """Asks the neighbours for their places, once per long wait of the main thread.
 
-        Questions and answers are sent beside the beats. A beat could come between two parts of a message only
-        on a full connection: to a neighbour that hasn't read for hours.
+        Questions and answers go over the same links as the heartbeats. A heartbeat could come between two
+        parts of a message only if the connection is full: if the neighbour hasn't read for hours.
         """
         place, waited_s = self._activity.place, self._activity.waited_s
         if waited_s < WAIT_S:
@@ -277,7 +280,10 @@ class FailureDetector:
         link.send(_MESSAGE.pack(_HERE, self._activity.waited_s > 0, len(text), self._index, 0) + text)
 
     def _say_where_others_are(self, place: str, waited_s: float) -> None:
-        """Names the neighbours at other places, unless a lower rank that waits as well will name them."""
+        """Logs the neighbours at other places than this worker.
+
+        Leaves out a neighbour that another waiting worker of a lower index will log.
+        """
         waiting = {peer for peer, (_, waits) in self._answers.items() if waits}
         elsewhere: dict[str, list[int]] = {}
         for peer in sorted(link.peer for link in self._links.values()):
@@ -300,11 +306,11 @@ class FailureDetector:
             )
 
     def _rank(self, index: int) -> int:
-        """`rank 2 (host a, pid 7)` -> 2."""
+        """The rank in the name of a worker: `rank 2 (host a, pid 7)` -> 2."""
         return int(self._names[index].split()[1])
 
     def _forget(self, link: Link) -> None:
-        """Ends a link. No beat may go to its descriptor's number afterwards."""
+        """Closes a link. The beats are stopped before: its descriptor's number may be reused."""
         self._beats.stop()
         self._poll.unregister(link)
         del self._links[link.fileno()]
@@ -316,7 +322,11 @@ class FailureDetector:
             link.send(message)
 
     def _await_hang_ups(self) -> None:
-        """Waits until the neighbours have hung up: unread beats would turn the last message into a reset."""
+        """Waits until the neighbours have closed their links.
+
+        If this end were closed with unread heartbeats, the kernel would reset the connection, and the last
+        message could be lost.
+        """
         deadline = time.monotonic() + _GOODBYE_S
         poll = select.poll()
         for descriptor, link in self._links.items():
@@ -330,10 +340,10 @@ class FailureDetector:
                     del waiting[descriptor]
 
     def _another_rank_reports(self, death: _Death) -> bool:
-        """Whether another rank reports a death at length: the lowest neighbour of the dead worker.
+        """Whether another rank logs a death at length, so that this rank logs it briefly.
 
-        A worker that gave up has reported its error itself. After a silence no rank relies on another one:
-        that neighbour may be cut off as well.
+        The lowest neighbour of the dead worker does. A worker that gave up has logged its error itself. After
+        a silence every rank logs it at length: that neighbour may be cut off as well.
         """
         if death.why in (_SILENT, _GAVE_UP):
             return death.why == _GAVE_UP
@@ -347,12 +357,13 @@ class FailureDetector:
 
 
 def end_process(why: str, *, briefly: bool = False, own: Failure | None = None) -> None:
-    """Ends this process, unless its main thread ends it first; does not return.
+    """Ends this process after a report and `GRACE_S`, unless its main thread ends it first. Does not return.
 
     Args:
-        why: for the log, and for torchrun's summary of failures.
-        briefly: another rank reports it at length.
-        own: the error of this rank that came before: the cause, with the process's exit code.
+        why: the reason, for the log and for torchrun's summary of failures.
+        briefly: whether another rank logs the reason at length.
+        own: an earlier error of this rank, which caused the end of the other ranks; it is reported, and has
+            the exit code.
     """
     grace_ends_at = time.monotonic() + GRACE_S
     report_within(REPORT_S, partial(_report, why, briefly) if own is None else partial(_report_own, own, why))
@@ -365,7 +376,7 @@ def report_within(timeout_s: float, report: Callable[[], None]) -> None:
     """Calls a function in a thread, since logging may block, on a pipe or on a lock of the main thread.
 
     Args:
-        timeout_s: after which the caller goes on.
+        timeout_s: longest wait for the function, in seconds.
         report: the function.
     """
     reporter = threading.Thread(target=report, daemon=True)
@@ -385,7 +396,7 @@ def _report(why: str, briefly: bool) -> None:
         what_next = "ending this process so that torchrun restarts the job from its arenas"
     text = f"PeerFailure: {why}; {what_next}"
     error_file.write(text, f"{text}\nThe main thread was here:\n{_main_stack()}", later=True)
-    if last_exception() is not None or not claim_last_line():  # the main thread says it
+    if last_exception() is not None or not claim_last_line():  # the main thread logs it
         logger.debug(text)
     elif briefly:
         logger.warning("%s; this rank ends as well", why)
@@ -399,7 +410,7 @@ def _report_own(own: Failure, why: str) -> None:
     error_file.write(
         own.text, f"{own.stack}\nThe main thread was here:\n{_main_stack()}", later=False, at=own.at
     )
-    if last_exception() is None and claim_last_line():  # else the main thread has said it
+    if last_exception() is None and claim_last_line():  # else the main thread has logged it
         logger.critical(
             "a step of this rank failed by %s, and the other ranks end by that (%s), but the script has not "
             "ended yet; ending it with code %d. The error was:\n%s",
@@ -421,7 +432,7 @@ _last_line = threading.Lock()  # taken by the thread that logs why this process 
 
 
 def claim_last_line() -> bool:
-    """Whether the caller is to log why this process ends: the first of all callers."""
+    """Whether the caller has to log why this process ends: True for the first call in the process."""
     return _last_line.acquire(blocking=False)
 
 
@@ -465,7 +476,8 @@ end:
   ret ptr null
 }}
 """
-"""plan: a struct pollfd that ends the thread; ms between beats; their number; the beat; the descriptors."""
+"""plan: int32 numbers: a struct pollfd whose event ends the thread; ms between beats; number of descriptors;
+the beat's byte; the descriptors."""
 
 
 @functools.cache
@@ -479,22 +491,22 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def beat_loop() -> int:
-    """The address of the thread's code."""
+    """The address of the compiled function that the thread runs."""
     flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
     return assembled(_CODE, "beats", ("send", "poll"), flags=flags)
 
 
 class Beats:
-    """Sends a byte to each of some sockets, at once and then regularly, until `stop`.
+    """Sends a byte to each of some sockets, at once and then regularly until `stop`, from its own thread.
 
     Args:
-        descriptors: of connected sockets, which stay open until `stop` returns. A byte that a socket can't
-            take is left out.
+        descriptors: descriptors of connected sockets, which stay open until `stop` returns. If a socket's
+            buffer is full, the byte is dropped.
         every_s: seconds between two beats.
         beat: one byte.
 
     Raises:
-        OSError: no thread can be started.
+        OSError: the thread can't be started.
     """
 
     def __init__(self, descriptors: Sequence[int], every_s: float, beat: bytes) -> None:
@@ -505,7 +517,7 @@ class Beats:
         self._plan: Any = (ctypes.c_int32 * len(plan))(*plan)
         ctypes.memmove(ctypes.addressof(self._plan) + 4 * 4, beat, 1)
         self._thread = ctypes.c_ulong()
-        with without_signals():  # the thread inherits this: they are for Python's threads alone
+        with without_signals():  # the thread inherits the mask: only Python's threads may handle signals
             error = _library().pthread_create(ctypes.byref(self._thread), None, beat_loop(), self._plan)
         if error:
             os.close(self._end)
@@ -514,7 +526,10 @@ class Beats:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._plan))  # the interpreter may end before the thread
 
     def stop(self) -> None:
-        """Ends the beats before it returns. May be called twice, and in a forked child, which sends none."""
+        """Ends the thread, and returns after its last beat. May be called twice.
+
+        Does nothing in a forked child, which lacks the thread.
+        """
         if self._end < 0 or os.getpid() != self._pid:
             return
         os.eventfd_write(self._end, 1)
@@ -533,20 +548,23 @@ def before_hard_exit(call: Callable[[], None]) -> None:
 
 
 def forget(call: Callable[[], None]) -> None:
-    """Takes back `before_hard_exit`; does nothing for an unknown function."""
+    """Undoes `before_hard_exit`; does nothing for an unknown function."""
     if call in _calls:
         _calls.remove(call)
 
 
 def say_last_words() -> None:
-    """Calls the functions, and flushes. The thread that is about to call `os._exit` calls it."""
+    """Calls the functions of `before_hard_exit`, and flushes the standard streams.
+
+    Called by the thread that is about to call `os._exit`.
+    """
     for call in tuple(_calls):
         call()
     flush()
 
 
 def flush() -> None:
-    """Writes what the standard streams hold, which `os._exit` doesn't."""
+    """Flushes the standard streams, which `os._exit` doesn't."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # a closed pipe, a closed stream, none
+        with suppress(OSError, ValueError, AttributeError):  # a closed pipe, a closed stream, no stream
             stream.flush()

@@ -14,12 +14,12 @@ def short(text: object, most: int = 160) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 host`, `2,000 hosts`."""
+    """A count with its noun: `1 host`, `2,000 hosts`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def byte_size(count: float) -> str:
-    """`64 MB`: bytes in powers of 1000."""
+    """A number of bytes with its unit, in powers of 1000: `64 MB`."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 1000 or unit == "TB":
             break
@@ -28,7 +28,7 @@ def byte_size(count: float) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 1 and 3`, `ranks 0, 1, 2, 3, 4, 5, 6 and 57 more`."""
+    """A list of ranks: `rank 3`, `ranks 1 and 3`, `ranks 0, 1, 2, 3, 4, 5, 6 and 57 more`."""
     names = [str(rank) for rank in sorted(ranks)]
     if len(names) > _MOST_RANKS:
         names = [*names[: _MOST_RANKS - 1], f"{len(names) - _MOST_RANKS + 1} more"]

@@ -1,10 +1,11 @@
-"""A worker's end by an exception: its error file, its message to the others, its delay, and its end.
+"""A worker's end by an exception: its error file, its message to other ranks, its delay, and its exit.
 
 Replaces sys.excepthook in a worker, so that the script needs no decorator. In this order:
 
-1. An error that another rank caused waits a moment for that rank's message, from the failure detector.
-2. The error file is written before the others learn of the error, so that torchrun shows the first error as
-   the root cause, and not a consequence of it.
+1. After an error that another rank caused, the hook waits a moment for that rank's message, from the failure
+   detector.
+2. The error file is written before other ranks are informed of the error, so that torchrun shows the first
+   error as the root cause, and not a consequence of it.
 3. The traceback is printed, once. An attempt that ends like the attempt before, without a step in between,
    logs one line and waits before it ends, longer each time: torchrun restarts after any error, and would
    spend all its restarts within minutes. The traceback of an error that another rank caused shows only where
@@ -13,12 +14,12 @@ Replaces sys.excepthook in a worker, so that the script needs no decorator. In t
 5. The end is enforced: from here on the process may be stuck (`enforce_end`).
 
 After an exception the interpreter joins all threads but daemons, and those of executors; then it runs exit
-handlers, destructors, and the exit functions of the C library. Each may be stuck: a prefetcher waits for room
-in a queue that stays full, a handler for a server that is gone. The process would live on, and torchrun
-would never restart the job: it waits for an end.
+handlers, destructors, and the exit functions of the C library. Each may be stuck: a prefetcher waits for
+space in a queue that stays full, a handler for a server that is gone. The process would not end, and
+torchrun, which waits for its end, would never restart the job.
 
-The hook is an object of this module, which the fork server imports. So it keeps nothing of a process before
-`prepare`, which the worker calls.
+The hook is an object of this module, which the fork server imports before it forks workers. So the hook has
+no state of a process before the worker calls `prepare`.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from .wording import short
 logger: logging.Logger = logging.getLogger("ecemb")
 
 
-_NEWS_S = 2.0  # wait for the message of the rank that caused this error
+_NEWS_S = 2.0  # longest wait for the message of the rank that caused this error
 _LONGEST_WAIT_S = 60.0
-_LONGEST_LINE = 600  # of an error that another rank caused; only the reasons of many ranks are longer
+_LONGEST_LINE = 600  # characters of an error that another rank caused; only reasons of many ranks are longer
 
 
 class ExceptHook:
-    """The function that python calls with the exception that ends the main thread.
+    """The `sys.excepthook` of a worker, called with the exception that ends the main thread.
 
     Attributes:
-        watch: the failure detector, once it exists.
-        activity: show whether a step has ended since the start.
+        watch: the failure detector; None before it exists.
+        activity: the process's activity, which shows whether a step has ended since the start.
     """
 
     def __init__(self) -> None:
@@ -61,13 +62,13 @@ class ExceptHook:
         self.activity = Activity()
         self._first = self._before = sys.__excepthook__
         self._pid: int | None = (
-            None  # of the process that has prepared it: not of one that it was forked from
+            None  # pid of the process that has called `prepare`; its forked children have others
         )
         self._called = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Ends the worker's part in the job, and sees to it that the process ends."""
-        if self._called:  # by the hook that it called, which torch.distributed has put over it
+        """Reports the exception, as the module says, and enforces the process's end."""
+        if self._called:  # torch.distributed's hook, which this hook called, calls it back
             self._first(kind, error, trace)
             return
         self._called = True
@@ -118,7 +119,7 @@ class ExceptHook:
         time.sleep(wait_s)
 
     def _log_consequence(self, error: Exception, news: str | None) -> None:
-        """Logs an error that another rank caused; at DEBUG if the failure detector has logged why."""
+        """Logs an error that another rank caused; at DEBUG if the failure detector has logged the cause."""
         text = " ".join(f"{news + '; ' if news else ''}{type(error).__name__}: {error}".split())
         logger.log(
             logging.ERROR if claim_last_line() else logging.DEBUG,
@@ -139,7 +140,7 @@ class ExceptHook:
         error_file.write(text, stack, later=cause_of(error) is not None, name=name, repeats=again)
 
     def prepare(self) -> None:
-        """Installs this hook in this process; does so again when another hook has been put over it."""
+        """Installs this hook in this process. To be called again after another hook has replaced it."""
         if self._pid != os.getpid():
             self._pid, self._called = os.getpid(), False
             if sys.excepthook is not self:
@@ -153,17 +154,17 @@ hook = ExceptHook()
 
 
 GRACE_S = 10.0
-"""From the failure to the hard exit of a process that has not ended by itself.
+"""Time between the failure and the hard exit of a process that has not ended by itself.
 
-Twice what libraries need: torch's DataLoader waits 5 s for each of its workers. Less than the 30 s after
-which torchrun kills a worker that it has asked to end.
+Twice the time that libraries need: torch's DataLoader waits 5 s for each of its workers. Less than the 30 s
+after which torchrun kills a worker that it has asked to end.
 """
-_EXIT_FAILED = 1  # of an interpreter that an exception ends
+_EXIT_FAILED = 1  # exit code of an interpreter that an exception ends
 _SIGEV_THREAD = 2
 
 
 class _Grace:
-    """When the grace of this process begins: at its failure, or at the end of the last save after that."""
+    """Begins the grace of this process: at its failure, or when the last save in progress has ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -172,7 +173,10 @@ class _Grace:
 
     @contextmanager
     def after(self) -> Generator[None, None, None]:
-        """A block that a failed process waits for: it ends by itself, as a save, whose waits end."""
+        """Marks a `with` block that a failed process completes before its grace begins, such as a save.
+
+        The block must end by itself: all of its waits need a deadline.
+        """
         with self._lock:
             self._saves += 1
         try:
@@ -184,7 +188,7 @@ class _Grace:
                     _begin()
 
     def fail(self) -> None:
-        """Begins the grace, once nothing is being saved."""
+        """Begins the grace when no block of `after` runs any more."""
         with self._lock:
             if not (self._saves or self._has_failed):
                 _begin()
@@ -198,11 +202,12 @@ before_end = _grace.after
 def enforce_end() -> None:
     """Ends this failed process with code 1 after `GRACE_S`, unless it has ended before. Returns at once.
 
-    The grace begins when the last block of `before_end` has ended. Nothing happens where the script's own
-    code called the hook, or a prompt did: then the process goes on.
+    The grace begins when the last block of `before_end` has ended. Does nothing if the script's own code or
+    an interactive prompt called the hook: then the process goes on.
 
-    A thread of Python's names the cause. It can't run any more once the interpreter destroys its objects, nor
-    while a call keeps the interpreter's lock: then a timer of the C library ends the process.
+    A Python thread logs what keeps the process from ending, and ends it. That thread can't run once the
+    interpreter destroys its objects, nor while a call keeps the interpreter's lock: then a timer of the C
+    library ends the process.
     """
     if _goes_on(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
         return
@@ -211,7 +216,7 @@ def enforce_end() -> None:
 
 
 def _goes_on(caller: FrameType) -> bool:
-    """Whether the hook was called by running code, or by a prompt, and not by the interpreter at its end."""
+    """Whether the process goes on: if code of the script or a prompt called the hook, not the interpreter."""
     script = vars(sys.modules["__main__"])
     is_running = any(
         frame.f_code.co_name == "<module>" and frame.f_globals is script
@@ -222,7 +227,7 @@ def _goes_on(caller: FrameType) -> bool:
 
 def _begin() -> None:
     _exit_after(GRACE_S + REPORT_S)
-    with suppress(RuntimeError):  # no more threads: the timer remains
+    with suppress(RuntimeError):  # no thread can be started any more: the timer ends the process
         threading.Thread(target=_end_late, name="ecemb-end", daemon=True).start()
 
 
@@ -245,7 +250,7 @@ def _report() -> None:
 
 
 def _unfinished() -> list[str]:
-    """Where the main thread is, and each thread that the interpreter waits for."""
+    """The places of the main thread and of each thread that the interpreter waits for, for the log."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     threads = {thread.ident: thread for thread in threading.enumerate() if not thread.daemon}
     main = threading.main_thread()
@@ -261,7 +266,7 @@ def _unfinished() -> list[str]:
 
 
 def _place(frame: FrameType) -> str:
-    """The innermost call outside of Python's library, else the innermost one."""
+    """The innermost call outside of Python's standard library; the innermost call if there is none."""
     library = os.path.dirname(os.__file__) + os.sep
     for each, line in traceback.walk_stack(frame):
         name = each.f_code.co_filename
@@ -284,7 +289,7 @@ class _Sigevent(ctypes.Structure):
 
 
 def _exit_after(delay_s: float) -> None:
-    """Has the C library call `_exit`, in a thread of its own. A forked child doesn't inherit the timer."""
+    """Has the C library call `_exit` after a delay, in its own thread. A forked child lacks the timer."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "timer_create"):
         library = ctypes.CDLL("librt.so.1", use_errno=True)  # glibc before 2.34
