@@ -1,7 +1,7 @@
-"""The session: what `ecemb.init_process_group` leaves in this process for `ecemb.protect`.
+"""The session: the result of `ecemb.init_process_group`, which `ecemb.protect` in the same process uses.
 
-Owns the public call that begins a start, and this process's one session. The mechanics are those of
-`net.rendezvous`: the session says in which order they run.
+Owns the public call that begins a start, and this process's only session. The steps of the rendezvous are in
+`net.rendezvous`; this module calls them in order.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .net.wording import counted, listed
 logger: logging.Logger = logging.getLogger("ecemb")
 
 CHECKED = ".check"
-"""Ends the name of a job that is only checked."""
-_CHECKED_NAME = 50  # characters of a job's name that its check's name keeps
-_PATIENCE_S = 1800.0  # torch's own default
+"""Suffix of the job's name in a check."""
+_CHECKED_NAME = 50  # characters of the job's name before the suffix
+_PATIENCE_S = 1800.0  # torch's default timeout of collectives
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A check of the script: the start gets the name of a job that has no memory.
+    """A check of the script: a start under another job's name, which has no arenas.
 
     Attributes:
-        host: stands for the hostname; None for the real one.
+        host: name of the host if the script passes none; None for the hostname.
     """
 
     host: str | None = None
@@ -59,18 +59,19 @@ class Session:
         world_size: number of ranks.
         hosts: rank -> host of its worker now.
         addresses: rank -> addresses of that host, the likeliest first.
-        roster: what all workers agreed on.
+        roster: the workers and their arenas, as all workers agreed.
         arena: this rank's arena, locked; None for a replacement rank.
-        held: arenas, locked, that another number of ranks made, until they have moved.
+        held: locked arenas of another number of ranks, until their rows have moved.
         holders: id of such an arena -> rank of the worker that holds it, on all hosts.
         job_flags: the part of the store that outlives this start.
-        timeout_s: how long a peer may be silent, and deadline of every wait but collectives.
-        patience_s: deadline of collectives: a peer that is not silent is only slow.
-        watch: watches the other ranks; None if there are none.
-        activity: what this process does now.
-        joined_s: how long the call that joined took, in seconds.
-        protected: whether a guard has been made.
-        check: set if the script is only checked, and ends where it calls `protect`.
+        timeout_s: silence after which a peer counts as dead, and deadline of every wait but collectives, in
+            seconds.
+        patience_s: deadline of collectives, in seconds; longer, as a peer that is not silent is only slow.
+        watch: failure detector for the other ranks; None if there are none.
+        activity: current activity of this process, for error files.
+        joined_s: duration of `init_process_group`, in seconds.
+        protected: whether `protect` has made a guard.
+        check: set if the script is only checked: it ends where it calls `protect`; otherwise None.
     """
 
     job: str
@@ -98,7 +99,7 @@ _session: Session | None = None
 
 
 def check_only(check: Check | None) -> None:
-    """Makes later starts of this process checks; with None, plain starts again."""
+    """Makes later starts of this process checks; None makes them plain starts."""
     global _check
     _check = check
 
@@ -203,7 +204,7 @@ def init_process_group(
 
 
 def _remove_empty(directory: Directory) -> None:
-    """Removes the folders of a start that was refused: it left no arena in them."""
+    """Removes the job's folders if they hold no arena, as after a start that was refused."""
     with contextlib.suppress(EcembError):
         directory.remove_empty()
 

@@ -1,15 +1,15 @@
-"""What all ranks agree on in a transaction: how its last step ended, what is sent, and that all prepared.
+"""The agreement among ranks on a transaction: the status, the exchange of deltas, and the vote.
 
 The rules are those of docs/protocol.md, 1.2 and 1.3: two disseminations, the status and the vote, and
-between them the deltas, to the n - 1 ranks that keep parity of this one. The rounds carry their kind and the
-number of the status, counted on all ranks alike since the start. Deltas begin with their size.
+between them the deltas, to the n - 1 ranks that keep parity of this rank's rows. The rounds carry their kind
+and the number of the status, which all ranks count alike since the start. Deltas begin with their size.
 
 A rank that fails after a status, and before it has sent its deltas, sends `MARK` in their place, and receives
-what others send it: so no rank waits for it.
+the deltas that others send to it: so no rank waits for it.
 
-`compare_replicas` names what differs, after the ranks' checksums of replicated state were found to differ.
+`compare_replicas` names the tensors that differ when the ranks' digests of replicated state differ.
 
-Must not know what a step does, and what a rank restores when it has failed.
+Must not know: what a step does, and what a rank restores after a failure.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ Ints = NDArray[np.int64]
 
 FINE, ABORTED, FAILED = range(3)
 MARK = -1
-"""In the place of a size: there will be no deltas."""
+"""Stands in the place of the first size of a message whose sender failed: it sends no deltas."""
 _YES, _NO = 1, 0
 
 _FLAG, _LOWEST, _HIGHEST, _WINDOW, _LEAST_DIGEST, _MOST_DIGEST, _LACKING, _MARKED = range(8)
-_LARGEST = frozenset((_FLAG, _HIGHEST, _MOST_DIGEST, _LACKING))  # of which the fold has the largest
-_RANK_BITS = 20  # of _LOWEST and _HIGHEST: a transaction, and a rank that is there
-_MASK_BITS = 63  # of each word from _MARKED on
+_LARGEST = frozenset((_FLAG, _HIGHEST, _MOST_DIGEST, _LACKING))  # the fold takes the maximum of these words
+_RANK_BITS = 20  # low bits of _LOWEST and _HIGHEST: a rank; above them the transaction that it ends
+_MASK_BITS = 63  # ranks in each word from _MARKED on
 
 
 @dataclasses.dataclass
 class Decision:
-    """What follows one status: the deltas, and the vote.
+    """Progress of the exchange of deltas and of the vote that follow one status.
 
     Attributes:
-        tag: of the vote's round 0.
+        tag: tag of the vote's round 0.
         votes: the vote's rounds.
-        voted: whether this rank has begun to vote, or all ranks fail.
-        heads: the first words of each rank's deltas, once they are asked for.
-        swap: the deltas on their way.
-        is_resting: whether the rest of each rank's deltas is asked for.
-        swapped: whether all deltas are sent and received, or all ranks fail.
+        voted: whether this rank owes no vote: it has begun to vote, or all ranks fail.
+        heads: rank -> first words of its deltas; empty until the exchange begins.
+        swap: the exchange; None until it begins.
+        is_resting: whether receiving the words after the heads has begun.
+        swapped: whether this rank owes no deltas: all are sent and received, or all ranks fail.
     """
 
     tag: int
@@ -74,7 +74,7 @@ class Verdict:
     """The conclusion from the statuses of all ranks, the same on all of them.
 
     Attributes:
-        decision: what follows belongs to it.
+        decision: state of the exchange and of the vote that follow.
         aborted: the ranks that abort the step.
         window: the smallest number of steps that a rank can take in its next window.
         is_lacking: whether a rank still lacks rows or parity (docs/protocol.md, 9).
@@ -92,7 +92,7 @@ class Agreement:
     Args:
         transport: the control group.
         placement: who keeps whose parity; None for a world of one rank.
-        make_room: sizes by sender -> memory for the words of each sender's deltas.
+        make_room: allocates memory to receive deltas: sender -> number of words, to sender -> uint64 array.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class Agreement:
     ) -> None:
         self._last: Decision | None = None  # of the last verdict
         self._transport, self._make_room = transport, make_room
-        self._keepers: dict[int, int] = {}  # sections of what each gets
-        self._senders: dict[int, int] = {}  # of what each sends
+        self._keepers: dict[int, int] = {}  # keeper -> sections of the message to it
+        self._senders: dict[int, int] = {}  # sender -> sections of the message from it
         if placement is not None:
             rank = transport.rank
             self._keepers = {keeper: len(blocks) for keeper, blocks in placement.recipients(rank).items()}
             self._senders = {one: len(placement.recipients(one)[rank]) for one in placement.senders(rank)}
         self._number = 0
-        self._is_between = False  # a round of the status is sent, and there is no verdict
+        self._is_between = False  # between the first round of a status and its verdict
 
     def conclude(
         self,
@@ -123,15 +123,15 @@ class Agreement:
         differs: Callable[[], str],
         is_lacking: bool = False,
     ) -> Verdict:
-        """Says how the step ended on this rank, and learns how it ended on all. All ranks.
+        """Sends this rank's status of the transaction, and returns the verdict of all ranks. All ranks.
 
         Args:
-            transaction: The one in flight.
+            transaction: The transaction in flight.
             flag: FINE or ABORTED.
             window: Steps that this rank can take in the next window.
-            digest: Of the replicated state; 0 if it is not compared this time.
+            digest: Digest of the replicated state; 0 if it is not compared in this transaction.
             committed: The last transaction that this rank committed.
-            differs: Finds what of the replicated state differs; collective, called when digests do.
+            differs: Names the tensors of replicated state that differ. Collective; called if digests differ.
             is_lacking: Whether this rank lacks rows or parity.
 
         Raises:
@@ -159,9 +159,10 @@ class Agreement:
         return self._verdict(status.value, decision, step, committed, differs)
 
     def leave(self, transaction: int) -> None:
-        """Says that the step in flight failed on this rank, to all that may wait for it. Its last message.
+        """Sends to all ranks that may wait for this rank that its step failed. Its last message.
 
-        In the middle of a status nothing is said: only another rank's failure or end ends it there.
+        Between the first round of a status and the verdict it sends nothing: there only another rank's
+        failure or death can have ended the step, and that ends the other ranks as well.
         """
         to_the_end(lambda: self._leave(transaction), PeerFailure)
 
@@ -174,20 +175,20 @@ class Agreement:
 
     @contextmanager
     def gathering(self, decision: Decision) -> Generator[None]:
-        """While ranks wait for each other's slices, before deltas: who fails there waits for no deltas."""
+        """Block in which ranks gather slices, before deltas: a rank that fails in it exchanges no deltas."""
         decision.swapped = True
         yield
         decision.swapped = False
 
     def exchange(self, decision: Decision, messages: Mapping[int, Words], what: str) -> None:
-        """Sends deltas to the keepers, and receives those that are kept here.
+        """Sends deltas to the keepers of this rank's parity, and receives the deltas of parity kept here.
 
-        Over a fabric deltas are sent when all heads are there.
+        Over a fabric deltas are sent after the heads of all messages have come.
 
         Args:
-            decision: That of the verdict.
-            messages: The deltas, by keeper; each begins with the head of a section.
-            what: Names the wait in errors.
+            decision: The verdict's decision.
+            messages: keeper -> deltas, uint64 [words]; each message begins with the head of a section.
+            what: Name of the wait in errors.
 
         Raises:
             StepFailed: A rank has failed since the verdict.
@@ -215,7 +216,7 @@ class Agreement:
         self._finish(decision, swap, rests, {}, what)
 
     def _meet(self, decision: Decision, send: Mapping[int, Words], what: str) -> Channels:
-        """Begins to send, and waits for the heads of all deltas that come here."""
+        """Begins to send, and waits for the heads of all deltas that this rank receives."""
         if decision.swap is None:
             decision.heads = {rank: np.zeros(size, np.uint64) for rank, size in self._senders.items()}
             decision.swap = self._transport.swap(send, decision.heads)
@@ -230,7 +231,17 @@ class Agreement:
         unwanted: Mapping[int, int],
         what: str,
     ) -> None:
-        """Receives the rest of the deltas, or drops it (words by rank), and sends all; again: goes on."""
+        """Sends all deltas, and receives or discards the words after the heads.
+
+        A second call, after an interruption, continues the exchange.
+
+        Args:
+            decision: Marks how far the exchange is.
+            swap: The exchange.
+            rests: rank -> memory to receive its remaining words.
+            unwanted: rank -> number of its remaining words to receive and discard.
+            what: Name of the wait in errors.
+        """
         if not decision.is_resting:
             swap.expect(rests)
             swap.skip(unwanted)
@@ -239,7 +250,7 @@ class Agreement:
         decision.swapped = True
 
     def _run(self, decision: Decision, swap: Channels, what: str, *, all_sent: bool) -> None:
-        """Moves deltas, whatever a signal's handler raises; a rank that has died ends them."""
+        """Exchanges to the end, and only then raises a signal handler's error; a rank's death ends it early."""
         try:
             to_the_end(partial(swap.run, what, all_sent=all_sent), PeerFailure)
         except PeerFailure:
@@ -247,10 +258,10 @@ class Agreement:
             raise
 
     def vote(self, decision: Decision, what: str) -> None:
-        """Says that this rank has prepared; returns when all have. All ranks.
+        """Sends that this rank has prepared; returns when all ranks have. All ranks.
 
         Raises:
-            StepFailed: A rank has failed before it prepared.
+            StepFailed: A rank failed before it had prepared.
             PeerFailure: A rank died.
         """
         decision.voted = True
@@ -259,20 +270,20 @@ class Agreement:
             raise follows(StepFailed(f"{what}: another rank failed before it had prepared"), "StepFailed")
 
     def withdraw(self, decision: Decision) -> None:
-        """Says that this rank has failed since the verdict, and will not prepare; unless it has voted."""
+        """Sends NO and ends the exchange, as this rank failed after the verdict; no NO once it has voted."""
         to_the_end(lambda: self._withdraw(decision), PeerFailure)
 
     def _withdraw(self, decision: Decision) -> None:
-        """After an interruption it is called again."""
+        """Does the work of `withdraw`; called again after an interruption."""
         if not decision.voted:
             say(self._transport, decision.tag, np.array([_NO], np.int64))
             decision.voted = True
         if not decision.swapped:
-            with suppress(PeerFailure):  # the next start has a say, and no rank waits for this one
+            with suppress(PeerFailure):  # recovery decides, and no rank waits for this rank's deltas
                 self._end_swap(decision)
 
     def _end_swap(self, decision: Decision) -> None:
-        """Sends a mark in the place of deltas, or the rest of them, and takes what comes, for nothing."""
+        """Sends a mark in the place of deltas, or the rest of them; receives and discards those of others."""
         what = "leaving"
         swap = self._meet(decision, {keeper: _mark(size) for keeper, size in self._keepers.items()}, what)
         sizes = {rank: _size(head) - len(head) for rank, head in decision.heads.items()}
@@ -292,10 +303,10 @@ class Agreement:
     def _verdict(
         self, value: Ints, decision: Decision, step: int, committed: int, differs: Callable[[], str]
     ) -> Verdict:
-        """Reads the value that all ranks have.
+        """The verdict from the folded status, which is the same on all ranks.
 
         Raises:
-            StepFailed: As of `conclude`.
+            StepFailed: as `conclude`.
         """
         values: list[int] = value.tolist()
         flag, marked = values[_FLAG], _marked(values[_MARKED:])
@@ -329,26 +340,26 @@ def _is_out_of_step(values: Sequence[int]) -> bool:
 
 
 def _differs(values: Sequence[int]) -> bool:
-    """Whether ranks have different replicated state, at the end of a step that counts."""
+    """Whether replicated state differs between ranks; False if a rank aborts the step."""
     return values[_FLAG] == FINE and values[_LEAST_DIGEST] != values[_MOST_DIGEST]
 
 
 def _size(head: Words) -> int:
-    """Words of a message, by its first ones; negative for a mark."""
+    """Number of words of a message, by the sizes in its head; `MARK` for a mark."""
     sizes: list[int] = head.view(np.int64).tolist()
     return MARK if sizes[0] == MARK else sum(sizes)
 
 
 def _mark(sections: int) -> Words:
-    """In the place of deltas of some sections."""
+    """The message that a failed rank sends in the place of deltas of this number of sections."""
     words = np.zeros(sections, np.uint64)
     words[:1].view(np.int64)[0] = MARK
     return words
 
 
 def _folded(own: Ints, received: Ints) -> Ints:
-    """The worst flag with the ranks that have it, and the extremes of the rest."""
-    mine: list[int] = own.tolist()  # Python's ints: they cost less than numbers of an array, one by one
+    """Folds two statuses: the worse flag with its ranks, and the minimum or maximum of each other word."""
+    mine: list[int] = own.tolist()  # Python's ints are faster than single elements of an array
     others: list[int] = received.tolist()
     pairs = enumerate(zip(mine, others, strict=True))
     out = [max(pair) if at in _LARGEST else min(pair) for at, pair in pairs]
@@ -360,12 +371,12 @@ def _folded(own: Ints, received: Ints) -> Ints:
 
 
 def _place(value: int) -> tuple[int, int]:
-    """A transaction, and a rank that is there."""
+    """Decodes `_LOWEST` or `_HIGHEST`: a transaction, and a rank that ends it."""
     return value >> _RANK_BITS, value & ((1 << _RANK_BITS) - 1)
 
 
 def _marked(masks: Sequence[int]) -> list[int]:
-    """The ranks that said the flag."""
+    """The ranks whose bit is set: those that sent the worst flag."""
     return [
         at * _MASK_BITS + i
         for at, mask in enumerate(masks)
@@ -375,19 +386,19 @@ def _marked(masks: Sequence[int]) -> list[int]:
     ]
 
 
-_SHOWN = 8  # ranks in a message
+_SHOWN = 8  # ranks that an error message names
 
 
 def compare_replicas(memory: NDArray[np.uint8], transport: Transport) -> str:
     """Names the replicated state that differs, and the ranks that differ. All ranks.
 
     Args:
-        memory: This rank's saved state, uint8, as a slot's `read` returns it.
+        memory: This rank's saved replicated state, uint8 [bytes], as a slot's `read` returns it.
         transport: The control group.
 
     Returns:
-        The first name that differs, the ranks that differ there from most others, and the number of further
-        names that differ; the same on all ranks.
+        Text: the first name that differs, the ranks that differ there from most others, and the number of
+        further names that differ; the same on all ranks.
 
     Raises:
         InconsistentArenas: `memory` holds no saved state.
@@ -399,10 +410,10 @@ def compare_replicas(memory: NDArray[np.uint8], transport: Transport) -> str:
 
 
 def difference_of_replicas(of_ranks: Sequence[Mapping[str, int]]) -> str:
-    """Does the work of `compare`, without messages.
+    """The text of `compare_replicas`, from the checksums of all ranks.
 
     Args:
-        of_ranks: Per rank, the checksum by name, in the order of the state.
+        of_ranks: per rank, name -> checksum, in the order of the state.
     """
     names = list(dict.fromkeys(name for one in of_ranks for name in one))
     found = {name: values for name in names if len(set(values := [one.get(name) for one in of_ranks])) > 1}

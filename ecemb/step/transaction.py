@@ -5,34 +5,33 @@ The order is that of docs/protocol.md, 1.1 and 1.6, which is normative. A rank m
 - before `prepared` is stored, a failure undoes the transaction locally and ends the guard;
 - after `prepared`, nothing is undone locally: the process ends, and recovery decides from the survivors;
 - a rank that returns from the agreement knows that every rank has prepared;
-- a rank that aborts says so in its status. The verdict has something of the status of all ranks, so every
-  rank knows of the abort. All gather dense state of the last commit, undo, and commit the transaction empty.
-  A rank prepares after its own undo.
-- a rank that fails tells all that may wait for it, once: in the place of its status; or, after the verdict,
-  in the place of its deltas and of its vote.
+- a rank that aborts sends this in its status. The verdict folds the status of all ranks, so every rank knows
+  of the abort. All gather dense state of the last commit, undo, and commit the transaction empty. A rank
+  prepares after its own undo.
+- a rank that fails reports it once, to all ranks that may wait for it: in the place of its status; or, after
+  the verdict, in the place of its deltas and of its vote.
 
-With `overlap`, a separate thread does the work that follows the status, beside the body of the next step.
-The next step's rows go to the other row journal. Rows of tables outside the arena come there in
-that thread also. The end of the next transaction first waits for the thread, so at most two transactions are
+With `overlap`, the commit thread does the work that follows the status, while the body of the next step runs.
+The next step's rows go to the other row journal. The commit thread also copies changed rows of tables outside
+the arena into it. The end of the next transaction first waits for the thread, so at most two transactions are
 undecided, and a slot is written only when the transaction before is decided on all ranks. The rest is the
 same as without `overlap`.
 
-`Step` is the user's view of one step. Beside `Transactions` stand: `OffArenaRows`, which brings changed rows
-of tables outside the arena into it when a transaction ends; `CommitThrottle`, by which the commit's thread
-works some time and then rests, so that no step is slowed down much, and never while training waits for the
-commit; `Between`, which warns of changes between two steps; `Sigterm`, by which the process ends between two;
-`end_process`, the end of a process that has prepared a transaction and can't decide it (docs/protocol.md,
-1.1).
+`Step` is the user's view of one step. Parts of `Transactions`: `OffArenaRows` copies changed rows of tables
+outside the arena into it when a transaction ends; `CommitThrottle` makes the commit thread rest after each
+part of its work, so that it slows down no step much, but not while training waits for the commit; `Between`
+warns of changes between two steps; `Sigterm` ends the process between two steps; `end_process` ends a process
+that has prepared a transaction and can't decide it (docs/protocol.md, 1.1).
 
-SIGTERM: torchrun's agent passes the one that announces the end of its machine to its workers, and kills them
-30 s later (`--shutdown-timeout`). A worker that ends between two transactions takes no step of the others
-with it. An end at any other moment is as safe: that saves work, and no rule of recovery depends on it.
+SIGTERM: torchrun's agent forwards the SIGTERM that announces the end of its machine to its workers, and kills
+them 30 s later (`--shutdown-timeout`). The end of a worker between two transactions undoes no step of any
+rank. That only saves work: an end at any other moment is as safe, and no rule of recovery depends on it.
 
 Changes between two steps: after a failure or an abort, training continues from the last committed step. Code
 in front of a step (`lr = f(step)` at the top of the loop) then runs again and makes the same change. Code
-behind a step does not run again, and code between `ecemb.protect` and the loop runs on another state. So a
-thing that changes before the first step and again before the second one is set in front of every step, which
-is safe. Every other change gets a warning.
+behind a step does not run again, and code between `ecemb.protect` and the loop runs on another state. A
+thing that changes before the first step and again before the second one counts as set in front of every step,
+which is safe. Every other change is logged as a warning.
 """
 
 from __future__ import annotations
@@ -78,10 +77,10 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 
 COMPARE_EVERY = 1000
-_NAMED_EVERY = 1000  # steps between two checks that the arena still has its name
+_NAMED_EVERY = 1000  # steps between two checks that the arena's file still has its name
 
 BESIDE = ("store", "delta", "exchange", "agree", "apply")
-"""Phases of a decision, which training does not wait for with `overlap`; it waits for them in "wait"."""
+"""Phases that run in the commit thread with `overlap`; training's time of waiting for them is in "wait"."""
 
 
 class Transactions:
@@ -93,18 +92,18 @@ class Transactions:
         replicated: The model's replicated state.
         rank_state: The state that differs by rank.
         window: Steps of a transaction, or the object that chooses their number.
-        overlap: Whether to exchange, prepare and apply beside the next step's body.
+        overlap: Whether to exchange, prepare and apply while the next step's body runs.
         compare_every: Commits between two comparisons of replicated state among the ranks.
         activity: Updated at the begin and the end of each step.
-        images: Of tables outside the arena; None if there are none.
-        background: The rebuild beside training, until no rank lacks anything.
+        images: Images of the tables outside the arena; None if there are none.
+        background: The rebuild beside training, until no rank lacks rows or parity; None if there is none.
 
     Attributes:
-        rank: This process's.
-        window: As given.
+        rank: Rank of this process.
+        window: Steps of a transaction.
         in_flight: The transaction whose step is open; None between steps.
-        aborting: Whether this rank aborts that step.
-        seconds: Wall time by phase.
+        aborting: Whether this rank aborts the open step.
+        seconds: phase -> wall time so far, in seconds.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class Transactions:
         self._activity = activity or Activity()
         self.in_flight: int | None = None
         self.aborting: bool = False
-        self._steps = 0  # steps of the transaction that have ended
+        self._steps = 0  # steps of the open transaction that have ended
         self._background = background or Background()
         self._off_arena = OffArenaRows(images, self._background, self.phase)
         self._between = Between(speaks=transport.rank == 0)
@@ -139,7 +138,7 @@ class Transactions:
         self._thread = ThreadPoolExecutor(1, "ecemb-commit") if overlap else None
         self._pending: Future[None] | None = None
         self._throttle = CommitThrottle()
-        self._handed = 0  # the transaction that is pending, if one is
+        self._handed = 0  # the transaction handed to the commit thread; valid while _pending is set
         self._captured_rows = 0
         self.seconds: dict[str, float] = {}
 
@@ -150,22 +149,22 @@ class Transactions:
 
     @property
     def captured_rows(self) -> int:
-        """Rows saved before they changed, each once in a transaction."""
+        """Number of rows saved in journals before they changed, each counted once in a transaction."""
         return self._captured_rows + self._off_arena.captured_rows
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """Memory in the arena and beside it, by purpose."""
+        """Allocated bytes by purpose: the arena's regions, messages, and the fabric's buffers."""
         arena, fabric = self._memory.arena, self._transport.fabric
         held = {name: arena.reserved(name) for name, _ in arena.constants.regions}
         held["messages"] = self._memory.message_bytes
         return held if fabric is None else {**held, "fabric": fabric.held_bytes}
 
     def begin(self) -> int:
-        """Begins a step: arms the journal for the next transaction, or extends the one whose window is open.
+        """Begins a step: arms the journal for the next transaction, or extends the open window by this step.
 
         Returns:
-            The transaction's number: the number of ended steps after this step.
+            The transaction's number: the number of steps that have ended when this step has.
 
         Raises:
             UsageError: A step is in flight.
@@ -191,7 +190,7 @@ class Transactions:
 
         Args:
             table: index of the table in the row space.
-            ids: int64 [m], in any order, repeats allowed.
+            ids: rows of the table, int64 [m], in any order, repeats allowed.
         """
         self._background.assert_there(table, ids)
         with self.phase("capture"):
@@ -214,17 +213,18 @@ class Transactions:
     def commit(self) -> list[int]:
         """Ends the step in flight; if its window is full, commits the transaction on all ranks, or on none.
 
-        All ranks. A step inside a window ends on each rank alone. With `overlap` the call returns after the
-        exchange of status. The call that ends the next transaction, or `drain`, waits for the rest, and
-        raises its errors.
+        All ranks. A step that doesn't fill its window ends without messages. With `overlap` the call returns
+        after the status; the commit thread does the rest. The call that ends the next transaction, or
+        `drain`, waits for the thread, and raises its errors.
 
         Returns:
             The ranks that aborted the step, usually none. If there are any, the step is undone on all ranks.
 
         Raises:
-            StepFailed: Another rank's step failed, or the ranks are not in the same step. Undone here.
-            PeerFailure: A peer died before this rank prepared. Undone here.
-            NotEnoughSpace: A journal can't grow. Undone here.
+            StepFailed: Another rank's step failed, or the ranks are not in the same step.
+            PeerFailure: A peer died before this rank prepared.
+            NotEnoughSpace: A journal can't grow.
+            After each of these the caller undoes the transaction on this rank.
         """
         transaction, began = self._open(), time.perf_counter()
         self._activity.place = f"at the end of step {transaction - 1}"
@@ -256,19 +256,19 @@ class Transactions:
 
     @property
     def is_between(self) -> bool:
-        """Whether no step is open, and no window: all that has ended is decided, or will be by the thread."""
+        """Whether no step and no window is open: all ended steps are decided or in the commit thread."""
         return self.in_flight is None and self._steps == 0
 
     def close(self) -> None:
-        """Ends the thread, if there is one; the last call."""
+        """Ends the commit thread, if there is one; the last call."""
         if self._thread is not None:
             self._thread.shutdown()
 
     def settle(self) -> None:
-        """Waits until the transaction before is decided, if one is pending. One rank.
+        """Waits until the transaction in the commit thread is decided, if there is one. This rank alone.
 
         Raises:
-            The errors of `commit`: the transaction before is then not prepared.
+            The errors of `commit`: that transaction is then not prepared.
         """
         if self._pending is not None:
             self._throttle.hurry()
@@ -277,10 +277,10 @@ class Transactions:
             self._pending = None
 
     def _end_window(self, transaction: int, began: float) -> list[int]:
-        """Ends a transaction: its status now; the rest now, or in the thread. All ranks.
+        """Ends a transaction: agrees on its status, then decides it here or in the commit thread. All ranks.
 
         Returns:
-            The ranks that aborted it: it is then undone, and empty.
+            The ranks that aborted it; if there are any, it is undone, and commits without changed rows.
         """
         self._off_arena.take(self._memory.journal)
         if not self.aborting:
@@ -300,7 +300,7 @@ class Transactions:
         else:
             spent_s = time.perf_counter() - began
             self._handed = transaction
-            self._pending = pending = Future[None]()  # known before it can begin, whatever interrupts here
+            self._pending = pending = Future[None]()  # set before the thread can begin: a signal may come
             self._throttle.begin()
             hand_over(
                 self._thread, pending, self._decide_beside, transaction, verdict.decision, changed, spent_s
@@ -308,7 +308,7 @@ class Transactions:
         return verdict.aborted
 
     def _write(self, transaction: int) -> None:
-        """Writes rank state and replicated state of a transaction's end into the arena."""
+        """Writes rank state and replicated state at the end of the transaction into the arena."""
         with self.phase("state"):
             self._memory.write_rank_state(front(self._memory.rank_state, self._rank_state.pack()))
             self._replicated.save(self._memory.slots, transaction)
@@ -330,7 +330,14 @@ class Transactions:
             )
 
     def _decide_beside(self, transaction: int, decision: Decision, changed: Changed, spent_s: float) -> None:
-        """Runs `_decide` in the thread; `spent_s` is what the main thread has taken for the end."""
+        """Runs `_decide` in the commit thread.
+
+        Args:
+            transaction: The transaction.
+            decision: The verdict's decision.
+            changed: The rows that it changed.
+            spent_s: Seconds that the main thread took to end the transaction.
+        """
         self._throttle.start()
         try:
             laid_out_s = self._decide(transaction, decision, changed, self._throttle.rest)
@@ -343,7 +350,17 @@ class Transactions:
     def _decide(
         self, transaction: int, decision: Decision, changed: Changed, rest: Callable[[], None] = lambda: None
     ) -> float:
-        """From the lay-out of deltas, whose processor time in s it returns, to `committed`. All ranks."""
+        """Lays out and exchanges deltas, prepares, votes, applies and commits. All ranks.
+
+        Args:
+            transaction: The transaction.
+            decision: The verdict's decision.
+            changed: The rows that it changed.
+            rest: Called after each part of the work.
+
+        Returns:
+            Processor time of the lay-out of deltas, in seconds.
+        """
         try:
             began = time.thread_time()
             self._off_arena.store(changed)
@@ -368,14 +385,14 @@ class Transactions:
         return laid_out_s
 
     def undo(self, error: BaseException) -> None:
-        """Takes the transaction in flight back on this rank, and announces the failure to the others.
+        """Undoes the transaction in flight on this rank, and announces the failure to the other ranks.
 
         Rows and rank state are as when the transaction began, at the first step of its window. Replicated
-        state is undefined in this process. The other ranks notice at the transaction's end. The job needs a
-        restart, as this rank may have left collectives.
+        state is undefined in this process. The other ranks receive the failure when they end the transaction.
+        The job needs a restart, as this rank may have left collectives.
 
-        A prepared transaction is not undone: the process ends (docs/protocol.md, 1.1). A transaction before
-        it that is still being decided comes first: it commits, or is undone like this one.
+        A prepared transaction is not undone: the process ends (docs/protocol.md, 1.1). `undo` first waits for
+        the commit thread: its transaction commits, or is undone with this one.
 
         Args:
             error: The cause.
@@ -392,7 +409,7 @@ class Transactions:
         pending, self._pending = self._pending, None
         self._throttle.hurry()
         if pending is not None and not pending.cancel():
-            to_the_end(lambda: wait([pending]))  # it owes rounds of the vote
+            to_the_end(lambda: wait([pending]))  # the commit thread owes other ranks rounds of the vote
         if self._is_undecided:
             end_process(transaction, error)
         if isinstance(error, (NotEnoughSpace, MemoryError)):
@@ -409,7 +426,7 @@ class Transactions:
             self._background.resume()
 
     def _undo_all(self, decision: Decision) -> None:
-        """Takes an aborted transaction back to the last commit, except positions in the data. All ranks."""
+        """Restores the state of the last commit after an abort, except positions in the data. All ranks."""
         with self._agreement.gathering(decision):
             dense = gathered(self._memory, self._transport)
         self._off_arena.drop()
@@ -420,7 +437,7 @@ class Transactions:
 
     @property
     def _is_undecided(self) -> bool:
-        """Whether the decision belongs to recovery."""
+        """Whether a transaction is prepared and not committed: only recovery may decide it."""
         return self._memory.prepared > self._memory.committed
 
     def _open(self) -> int:
@@ -429,12 +446,12 @@ class Transactions:
         return self.in_flight
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Adds a block's duration to `seconds`, and shows the block to profilers."""
+        """A `with` block whose duration is added to `seconds`, and which profilers show."""
         return Phase(name, self.seconds)
 
 
 class Step:
-    """One step of training, as `guard.step()` gives it.
+    """One step of training, as `guard.step()` returns it.
 
     Attributes:
         number: The step's number from 0, the same on all ranks; use it to choose the batch.
@@ -450,9 +467,9 @@ class Step:
         """Votes against this step, e.g. for a loss that is NaN; one rank's vote is enough. This rank.
 
         When the body ends, all ranks undo the step: rows, dense parameters, optimizer state, generators and
-        `state=` objects are as after the last commit, so what changed in front of the step is undone as well.
-        Positions of `guard.batches` and the step's number advance all the same. The body still runs to its
-        end here, because other ranks may wait in its collectives.
+        `state=` objects are as after the last commit, so changes in front of the step are undone as well.
+        Positions of `guard.batches` and the step's number still advance. The body runs to its end after this
+        call, because other ranks may wait in its collectives.
 
         Args:
             reason: Text for the log.
@@ -470,12 +487,12 @@ class Step:
 
 
 class Sigterm:
-    """Ends this process after a SIGTERM, as soon as no transaction of it is undecided.
+    """Ends this process after a SIGTERM, as soon as all its transactions are decided.
 
-    A script with a handler of its own keeps it, and this object does nothing.
+    If the script has its own handler of SIGTERM, it stays, and this object does nothing.
 
     Args:
-        transactions: of this process.
+        transactions: the transactions of this process.
         watch: announces the end to the other ranks; None if there are none.
     """
 
@@ -485,7 +502,7 @@ class Sigterm:
         self._came = self._listens = False
 
     def listen(self) -> None:
-        """Handles SIGTERM from here on, if it would end the process."""
+        """Installs the handler, if SIGTERM has its default action and this is the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -493,13 +510,13 @@ class Sigterm:
             self._listens = True
 
     def stop(self) -> None:
-        """SIGTERM ends the process at once again."""
+        """Restores SIGTERM's default action: it ends the process at once."""
         if self._listens and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._listens = False
 
     def obey(self) -> None:
-        """Ends the process if SIGTERM has come. Called after each step.
+        """Ends the process if SIGTERM has come and no step or window is open. Called after each step.
 
         Raises:
             The errors of `Transactions.settle`.
@@ -532,8 +549,8 @@ class Changed(NamedTuple):
     """The rows that a transaction has changed.
 
     Attributes:
-        journal: the transaction's.
-        staged: those that are not in the arena yet; None if all are.
+        journal: the transaction's row journal.
+        staged: changed rows that are not in the arena yet; None if all are.
     """
 
     journal: RowJournal
@@ -541,15 +558,15 @@ class Changed(NamedTuple):
 
 
 class OffArenaRows:
-    """Brings changed rows of tables outside the arena into it.
+    """Copies changed rows of tables outside the arena into it.
 
     Args:
-        images: of the tables; None if there are none, and then nothing is done.
+        images: images of these tables; None if there are none: all methods then do nothing.
         background: the rebuild beside training.
         phase: adds a block's duration to a phase of the step.
 
     Attributes:
-        captured_rows: rows saved in journals, each once in a transaction.
+        captured_rows: number of rows saved in journals, each counted once in a transaction.
     """
 
     def __init__(
@@ -565,16 +582,16 @@ class OffArenaRows:
 
     @property
     def owed_bytes(self) -> int:
-        """What staged rows will take in the journal."""
+        """Bytes that the staged rows will take in the journal."""
         return self._staged.size_bytes if self._staged is not None else 0
 
     def take(self, journal: RowJournal) -> None:
-        """Stages changed rows where they are; the transaction before is decided.
+        """Stages changed rows on their device, after the transaction before is decided.
 
-        Those for which the device has no room are stored here.
+        If the device has no memory for all of them, stores them into the arena at once.
 
         Args:
-            journal: of the transaction that has changed them.
+            journal: the row journal of the transaction that changed them.
         """
         if self.images is None:
             return
@@ -584,16 +601,16 @@ class OffArenaRows:
             self.store(self.hand_over(journal))
 
     def hand_over(self, journal: RowJournal) -> Changed:
-        """The rows that a transaction has changed, for the thread that commits it."""
+        """Returns the staged rows with their journal, for the thread that commits, and forgets them here."""
         changed, self._staged = Changed(journal, self._staged), None
         return changed
 
     def drop(self) -> None:
-        """Forgets staged rows: their transaction is undone."""
+        """Drops the staged rows of a transaction that is undone."""
         self._staged = None
 
     def store(self, changed: Changed) -> None:
-        """Brings rows into the arena, journalled first; in any thread.
+        """Copies staged rows into the arena, after saving the old ones in the journal. Any thread.
 
         Raises:
             NotEnoughSpace: the journal can't grow. Some rows may be in the arena; an undo takes them back.
@@ -613,20 +630,20 @@ class Between:
     """Compares the state at each transaction's first step with the state at the last commit.
 
     Args:
-        speaks: Whether to log warnings; else the same lines are logged at DEBUG.
+        speaks: Whether to log at WARNING; otherwise at DEBUG.
     """
 
     def __init__(self, *, speaks: bool = True) -> None:
         self._level = logging.WARNING if speaks else logging.DEBUG
-        self._at_first: Mapping[str, str] | None = None  # of the first check, until the second one
-        self._known: set[str] = set()  # reported, or changed in front of each step
+        self._at_first: Mapping[str, str] | None = None  # the first check's changes, until the second check
+        self._known: set[str] = set()  # things that are reported, or change in front of each step
 
     def check(self, step: int, moved: Mapping[str, str]) -> None:
         """Checks the state when the first step of a transaction begins.
 
         Args:
             step: The step's number.
-            moved: Each thing that changed since the last commit, or since `protect`; and how it changed.
+            moved: thing that changed since the last commit, or since `protect` -> how it changed.
         """
         if self._at_first is None:
             self._at_first = dict(moved)
@@ -652,10 +669,10 @@ class Between:
 
 
 SHARE = 0.04
-"""Of a processor: what a commit takes of it while it rests between its parts. Less would keep a transaction
-undecided for longer, and more of its rows would change before their deltas are laid out."""
+"""Share of one processor that a commit takes while it rests between its parts. A smaller share would keep a
+transaction undecided for longer, and more of its rows would change before their deltas are laid out."""
 AT_ONCE_S = 0.005
-"""Processor time of a commit before its first rest: that of a window of few rows."""
+"""Processor time of a commit before its first rest, in seconds: a window of few rows commits without rest."""
 
 _work: Callable[[], float] = time.thread_time
 
@@ -668,15 +685,15 @@ class CommitThrottle:
         self._spent_s = self._last_s = 0.0
 
     def begin(self) -> None:
-        """A commit is about to be handed to its thread; by the thread that trains, when none is pending."""
+        """Allows rests in the next commit. Called by the training thread, when no commit is pending."""
         self._waiting.clear()
 
     def start(self) -> None:
-        """The commit begins, in its thread."""
+        """Starts the clock of a commit. Called by the commit thread."""
         self._spent_s, self._last_s = 0.0, _work()
 
     def rest(self) -> None:
-        """Part of the work is done; by its thread."""
+        """Rests in proportion to the work since the last rest. Called by the commit thread after a part."""
         now_s = _work()
         part_s = now_s - self._last_s
         self._spent_s += part_s
@@ -685,7 +702,7 @@ class CommitThrottle:
         self._last_s = _work()
 
     def hurry(self) -> None:
-        """Training waits: no more rests until the next commit."""
+        """Ends the current rest and allows no more until `begin`: training waits for the commit."""
         self._waiting.set()
 
 
@@ -693,8 +710,8 @@ class Phase:
     """A `with` block whose wall time is added to a sum; a running profiler shows it as `ecemb.<name>`.
 
     Args:
-        name: of the phase.
-        seconds: phase -> its sum so far.
+        name: the phase's name.
+        seconds: phase -> its sum so far, in seconds.
     """
 
     __slots__ = ("_began", "_name", "_seconds", "_shown")
@@ -720,8 +737,8 @@ def end_process(transaction: int, error: BaseException) -> NoReturn:
     """Ends the process, because only recovery may decide a prepared transaction.
 
     Args:
-        transaction: The one that is prepared.
-        error: What this rank met after it had prepared.
+        transaction: The prepared transaction.
+        error: The error that occurred after `prepared` was stored.
     """
     logger.critical(
         "step %d is prepared but undecided on this rank (%s: %s); ending the process, so that "

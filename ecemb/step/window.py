@@ -1,11 +1,11 @@
-"""The number of steps in a transaction: a fixed number, or Young's optimum; no more than there is room for.
+"""The number of steps in a transaction: a fixed number, or Young's optimum, bounded by room for journals.
 
 A commit costs C seconds. A failure takes back half a window of steps on average. With a mean time M between
 failures, both together cost least if a window lasts sqrt(2 C M) (Young 1974).
 
-Each rank says the most steps that it wants, by its own measurements and by the room for its journals. The
-smallest number is the next window's on all ranks. The arenas keep the measurements of "auto", and half of a
-window that ran out of room, so a restart goes on with them.
+Each rank sends the most steps that it wants, by its own measurements and by the room for its journals. The
+smallest number is the size of the next window on all ranks. The arenas keep the measurements of "auto", and
+half the size of a window that ran out of room, so a restart continues with them.
 
 Must not know: what a commit does, and how ranks agree.
 """
@@ -32,13 +32,13 @@ from ..net.collectives import Transport
 logger: logging.Logger = logging.getLogger("ecemb")
 
 MOST = 1000
-"""Most steps in a window by "auto": the journal holds all rows that they change."""
+"""Most steps in a window by "auto". Bounds the journal, which holds all rows that the steps change."""
 WARM_UP, MEASURED = 5, 20
-"""Steps that "auto" skips first, and steps that it then measures; meanwhile each step is a transaction."""
+"""Steps that "auto" skips first, and steps that it then measures; until then each step is a transaction."""
 COMMITS = 5
-"""Commits of windows of one size whose median "auto" compares with that of the first ones."""
+"""Number of latest commits at one window size whose median "auto" compares with the first such median."""
 LESS, MORE = 0.5, 1.5
-"""Ratios of a time now to the time that a window was chosen by, from which on "auto" chooses again."""
+"""Bounds of the ratio of a time now to its value when the window was chosen; beyond, "auto" chooses again."""
 
 _TIMES = Word.WINDOW_COMMIT_NS, Word.WINDOW_STEP_NS
 _clock: Callable[[], float] = time.perf_counter
@@ -49,17 +49,18 @@ class Window:
 
     Args:
         steps: 1 or more, or "auto".
-        mtbf: Mean time between failures of the whole job, for "auto"; None for the published rate of as many
-            hosts (`published_mtbf`).
+        mtbf: Mean time between failures of the whole job, for "auto"; None for the published rate for this
+            number of hosts (`published_mtbf`).
         max_replay: Most time of steps that a failure may take back, for "auto", as a timedelta or in seconds;
-            None for no bound beside `MOST` steps.
+            None for the bound of `MOST` steps alone.
 
     Attributes:
-        asked: The arguments, for the comparison between ranks.
+        asked: `steps`, `mtbf` and `max_replay`, for the comparison between ranks.
         size: The number of steps; 1 while "auto" measures.
 
     Raises:
-        ConfigurationError: `steps` is no such number, a time isn't above 0, or one is given without "auto".
+        ConfigurationError: `steps` is neither 1 or more nor "auto", a time isn't above 0, or a time is given
+            without "auto".
     """
 
     def __init__(
@@ -88,22 +89,22 @@ class Window:
         self._is_auto = steps == "auto"
         self._memory: RankMemory | None = None
         self._overlap = False
-        self._room = 0  # steps that a journal had room for; 0: none has run out
+        self._room = 0  # most steps since a journal ran out of room; 0 if none has
         self._speaks = self._has_logged_room = False
         self._want: int = 1 if steps == "auto" else steps
         self.size: int = self._want
         self._began: deque[float] = deque(maxlen=MEASURED + 1)
         self._committing_s: list[float] = []
-        self._first_s: float | None = None  # of the commits of windows of this size
-        self._times: tuple[float, float] | None = None  # of a commit and of a step, in seconds, once chosen
+        self._first_s: float | None = None  # first median duration of commits at this window size
+        self._times: tuple[float, float] | None = None  # commit and step, in seconds, that the choice is for
 
     def take_up(self, memory: RankMemory, transport: Transport, hosts: int, *, overlap: bool = False) -> None:
-        """Continues with what the arenas hold. All ranks.
+        """Continues with the measurements and the room for journals that the arenas hold. All ranks.
 
         A rank without measurements, after a loss or an early kill, takes them from another rank.
 
         Args:
-            memory: This rank's.
+            memory: This rank's memory.
             transport: The control group.
             hosts: Number of hosts of the job.
             overlap: Whether a failure may take back the window before as well.
@@ -124,7 +125,7 @@ class Window:
             self._choose(commit / 1e9, step / 1e9)
             size = min(self._best(commit / 1e9, step / 1e9) for commit, step in measured)
         if not all(has_room for *_, has_room in answers):
-            size = 1  # the rows of one step tell how many there is room for
+            size = 1  # one step shows how many rows a step changes, and so how many steps have room
         self.agree(min(size, self._room or size))
 
     def begin(self) -> None:
@@ -133,7 +134,7 @@ class Window:
             self._began.append(_clock())
 
     def end(self, committing_s: float) -> None:
-        """Records a commit and its duration on this rank; `wish` may change."""
+        """Records the duration of a commit on this rank in seconds, by which "auto" may choose again."""
         if not self._is_auto:
             return
         self._committing_s.append(committing_s)
@@ -144,7 +145,7 @@ class Window:
             self._adapt(*self._times)
 
     def wish(self, owed_bytes: int = 0) -> int:
-        """The most steps that this rank wants in its next window, when one ends.
+        """The most steps that this rank wants in its next window. Called at the end of a window.
 
         Args:
             owed_bytes: see `RankMemory.window_room`.
@@ -165,7 +166,11 @@ class Window:
         return fits
 
     def agree(self, size: int) -> None:
-        """Takes the smallest wish of all ranks as the next window's size."""
+        """Sets the next window's size.
+
+        Args:
+            size: The smallest `wish` of all ranks.
+        """
         if size == self.size:
             return
         self.size = size
@@ -182,7 +187,10 @@ class Window:
             )
 
     def run_out(self) -> None:
-        """Keeps in the arena that this window had too little room, before it fails: half of it may have."""
+        """Stores half of this window's size in the arena, as the bound of windows after a restart.
+
+        Called when a journal had no room for this window, before the step fails.
+        """
         if self._memory is not None and self.size > 1:
             self._memory.mark_window_room(self.size // 2)
 
@@ -190,11 +198,11 @@ class Window:
         return statistics.median(b - a for a, b in itertools.pairwise(tuple(self._began)))
 
     def _adapt(self, commit_s: float, step_s: float) -> None:
-        """Chooses again when a commit or a step takes half as long again as it did then, or half as long."""
+        """Chooses again when a commit's or step's time is beyond `LESS` or `MORE` times that of the choice."""
         now_s, ratio = step_s, 1.0
         if len(self._began) > MEASURED:
             now_s = self._step_s()
-        commits = self._committing_s[1:]  # the first may be of the window before
+        commits = self._committing_s[1:]  # the first may belong to a window of the size before
         if len(commits) >= COMMITS:
             latest_s = statistics.median(commits[-COMMITS:])
             if self._first_s is None:
@@ -205,7 +213,7 @@ class Window:
             self._choose(commit_s * ratio, now_s)
 
     def _choose(self, commit_s: float, step_s: float) -> None:
-        """Chooses what to wish for by these times, and stores them."""
+        """Chooses the number of steps by these times in seconds, and stores the times in the arena."""
         if self._memory is None:
             raise UsageError("a window is chosen after `take_up`")
         for word, value in zip(_TIMES, (commit_s, step_s), strict=True):
