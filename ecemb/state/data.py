@@ -1,19 +1,19 @@
 """The position in the data as a part of the step: a failure neither loses nor repeats a batch.
 
 Owns the conversion between a loader and its position, and the resumption of an epoch in its middle. The
-position counts the batches that were *given out*, not those that workers have read ahead, and is packed with
-the rank state when the step commits. It has the epoch, the number of its batches that were drawn, and the
-states of all random generators at the epoch's start, with which its iterator is created again.
+position counts the batches that were *returned* to the script, not those that workers have read ahead, and is
+packed with the rank state when the step commits. It has the epoch, the number of batches returned in it, and
+the states of all random generators at the epoch's start, with which its iterator is created again.
 
-`find_source` distinguishes three kinds:
+`find_source` distinguishes three kinds of loader:
 
-- `Indexed`, a DataLoader over a map-style dataset, torchdata's too: the stream of indices of its sampler is
+- `Indexed`, a DataLoader over a map-style dataset, also torchdata's: the stream of indices of its sampler is
   started again and skipped up to the position. No sample is read twice. (torchdata's own state is not used:
   in 0.11 it loses the order of the next epoch with generator=, and of this epoch with a sampler of torch.)
-- `StatefulLoader`, any other with state_dict() and load_state_dict(): its own state.
-- `Repeatable`, any other iterable: it is iterated again, and the batches that were given out are skipped.
+- `StatefulLoader`, any other loader with state_dict() and load_state_dict(): its own state is restored.
+- `Repeatable`, any other iterable: it is iterated again, and the batches that were returned are skipped.
 
-A forked process of a loader ends with its worker, even if the worker is killed before the process first
+A process that a loader forked ends with its parent, even if the parent is killed before the process first
 checks for it.
 
 Must not know: the storage of positions, steps, other ranks.
@@ -56,14 +56,14 @@ class Batches(Iterator[Any]):
 
     Args:
         source: the loader.
-        others: positions that were bound earlier (later ones would form a reference cycle, with workers in
-            it).
+        others: positions that were bound earlier; not later ones, which would form a reference cycle that
+            keeps workers alive.
         is_open: whether a step is open.
-        order_may_change: whether an epoch goes on if its order can't be found again.
+        order_may_change: whether to continue an epoch whose order differs from that before the restart.
 
     Attributes:
         epoch: the epoch of the last batch, from 0.
-        name: for messages.
+        name: name of the loader in messages.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class Batches(Iterator[Any]):
         self.epoch: int = 0
         self.name: str = f"loader {len(others)} of guard.batches() ({source.description})"
         self._iterator: Iterator[Any] | None = None
-        self._stale = False  # the iterator is not at the position
-        self._drawn = 0  # batches of this epoch
-        self._start: list[Any] | None = None  # `_states` at this epoch's start; the process's states packed
+        self._stale = False  # a position was loaded since the iterator was created
+        self._drawn = 0  # batches returned in this epoch
+        self._start: list[Any] | None = None  # `_states` at this epoch's start, the process's part packed
         self._saved: Any = None  # the source's own state in the loaded position
 
     def __next__(self) -> Any:
-        """The next batch; inside a step.
+        """The next batch. Called inside a step.
 
         Raises:
             UsageError: no step is open.
-            ConfigurationError: the loader gives no batches.
-            LayoutMismatch: it gives fewer batches in this epoch than were drawn before the restart; or
-                others, if their order may not change.
+            ConfigurationError: the loader has no batches.
+            LayoutMismatch: it has fewer batches in this epoch than were returned before the restart; or their
+                order has changed, and `order_may_change` is False.
         """
         if not self._is_open():
             raise UsageError(
@@ -131,7 +131,7 @@ class Batches(Iterator[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Moves to a position; the next `next` creates the loader's iterator.
+        """Moves to a position. The next call of `next` creates the loader's iterator.
 
         Raises:
             LayoutMismatch: the position belongs to another loader.
@@ -157,14 +157,14 @@ class Batches(Iterator[Any]):
         return self.source.begin()
 
     def _known(self, packed: torch.Tensor) -> torch.Tensor:
-        """Packed states, or an equal tensor of another loader, so that equal states are stored once."""
+        """The tensor of packed states, or an equal one of another loader, so that it is stored once."""
         for other in self._others:
             if isinstance(other, Batches) and other._start and torch.equal(other._start[0], packed):
                 return other._start[0]
         return packed
 
     def _resume(self, start: Sequence[Any]) -> Iterator[Any]:
-        """Creates the epoch's iterator again, from the states at its start; generators keep theirs."""
+        """Creates the epoch's iterator again, with the generators' states at its start; then resets these."""
         self._iterator = None
         set_epoch(self.source.parts, self.epoch)
         now, begun = self._states(), [load(start[0].numpy().tobytes()), start[1]]
@@ -212,13 +212,13 @@ def bind(
 
     Args:
         loader: the loader.
-        rank_state: of this rank.
+        rank_state: this rank's state.
         is_open: whether a step is open.
         order_may_change: see `Batches`.
 
     Raises:
-        ConfigurationError: the loader is none, or has no position that a restart can find; or an option is
-            no bool.
+        ConfigurationError: `loader` is not a loader, or has no position that a restart can find; or
+            `order_may_change` is not a bool.
         UsageError: the loader is already bound.
         LayoutMismatch: another loader was bound in this order when the job was started.
     """
@@ -233,17 +233,18 @@ def bind(
     return batches
 
 
-_DETERMINED = (SequentialSampler, DistributedSampler, BatchSampler, Sequence)  # by arguments and epoch
+# Samplers whose order follows from their arguments and the epoch.
+_DETERMINED = (SequentialSampler, DistributedSampler, BatchSampler, Sequence)
 _RESTARTS = "restart_on_stop_iteration"
 
 
 class Source(abc.ABC):
-    """A loader, with the start of an epoch and its resumption in the middle.
+    """A loader whose epochs can be started, and resumed in the middle.
 
     Attributes:
         loader: the user's loader.
-        parts: the objects that may have generators and set_epoch().
-        description: identifies the loader between two starts.
+        parts: the loader's objects that may have generators and set_epoch().
+        description: text that identifies the loader; equal in two starts of the job.
     """
 
     def __init__(self, loader: Any, parts: Sequence[object], description: str) -> None:
@@ -252,7 +253,7 @@ class Source(abc.ABC):
         self.description = description
 
     def begin(self) -> Iterator[Any]:
-        """An epoch from its first batch."""
+        """An iterator over an epoch from its first batch."""
         return iter(self.loader)
 
     @abc.abstractmethod
@@ -266,23 +267,23 @@ class Source(abc.ABC):
             rewind: restores all generators to the epoch's start.
 
         Returns:
-            None if the epoch has fewer batches.
+            An iterator over the rest of the epoch; None if the epoch has fewer than `drawn` batches.
         """
 
     def given(self) -> None:
-        """A batch was given out."""
+        """Notes that a batch was returned to the script."""
         return
 
     def state(self) -> Any:
-        """The state that `resume` needs besides the number of batches."""
+        """The state that `resume` needs as `saved`."""
         return None
 
     def fits(self, saved: Any) -> bool:
-        """Whether the batches that `resume` skipped are those given out, as far as it can be checked."""
+        """Whether the batches that `resume` skipped are those that were returned; True if it can't check."""
         return True
 
     def reset(self) -> None:
-        """Forgets the epoch in flight."""
+        """Discards the state of the current epoch."""
         return
 
 
@@ -314,7 +315,7 @@ class StatefulLoader(Source):
             setattr(self.loader, _RESTARTS, True)
 
     def given(self) -> None:
-        """Counts a batch that was given out; checks at the first one that the loader has state.
+        """Checks at the first batch that an IterableDataset has state.
 
         Raises:
             ConfigurationError: the dataset has no state.
@@ -333,7 +334,7 @@ class StatefulLoader(Source):
 class Indexed(Source):
     """A DataLoader over a map-style dataset: `resume` skips indices of its sampler, and reads no sample.
 
-    It iterates a shallow copy of the loader, whose sampler is wrapped; the user's loader stays unchanged.
+    Iterates a shallow copy of the loader, whose sampler is wrapped; the user's loader stays unchanged.
     """
 
     def __init__(self, loader: Any, parts: Sequence[object], description: str) -> None:
@@ -342,7 +343,7 @@ class Indexed(Source):
         self.reset()
 
     def begin(self) -> Iterator[Any]:
-        """An epoch from its first batch.
+        """An iterator over an epoch from its first batch.
 
         Raises:
             ConfigurationError: the loader's class doesn't iterate its sampler when its iterator is created.
@@ -359,7 +360,7 @@ class Indexed(Source):
     def resume(self, epoch: int, drawn: int, saved: Any, rewind: Callable[[], None]) -> Iterator[Any] | None:
         """See `Source.resume`."""
         self.reset()
-        if self._persistent and epoch > 0:  # the workers were created earlier, and drew numbers then
+        if self._persistent and epoch > 0:  # workers are created in epoch 0, which draws random numbers
             self._indexes.closed = True
             set_epoch(self.parts, 0)  # the epoch that they were created in
             self.begin()
@@ -372,7 +373,7 @@ class Indexed(Source):
         return None if self._indexes.short else iterator
 
     def given(self) -> None:
-        """A batch was given out."""
+        """Notes that a batch was returned to the script."""
         self._indexes.given()
 
     def state(self) -> int | None:
@@ -384,7 +385,7 @@ class Indexed(Source):
         return self._indexes.last == saved
 
     def reset(self) -> None:
-        """Forgets the epoch in flight."""
+        """Discards the state of the current epoch."""
         self._copy = copy.copy(self.loader)
         name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
         self._indexes = Indexes(getattr(self.loader, name))
@@ -398,16 +399,16 @@ class Indexes:
         sampler: the loader's sampler.
 
     Attributes:
-        skip: number of items that the next used iterator skips first.
-        closed: whether iterators end at once.
-        latest: the latest iterator.
+        skip: number of items that the next iterator to be used skips first.
+        closed: whether iterators end at once, without an item.
+        latest: the iterator of the sampler that was created last.
         short: whether the sampler had fewer items than `skip`.
-        last: a checksum of the indices given out last; None if they have no checksum.
+        last: checksum of the indices of the batch returned last; None if they have no checksum.
     """
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self._sampler = sampler
-        self._drawn: collections.deque[int | None] = collections.deque()  # read ahead, not given out
+        self._drawn: collections.deque[int | None] = collections.deque()  # checksums of batches read ahead
         self.skip: int = 0
         self.closed: bool = False
         self.short: bool = False
@@ -426,7 +427,7 @@ class Indexes:
         return getattr(self._sampler, name)
 
     def settle(self) -> None:
-        """Skips items, unless the first use of the iterator has done it."""
+        """Skips `skip` items of the latest iterator, unless its first use already has."""
         if self.skip and self.latest is not None:
             skip, self.skip = self.skip, 0
             self.short = not _pass_over(self.latest, skip - 1)
@@ -436,7 +437,7 @@ class Indexes:
             self.short = True
 
     def given(self) -> None:
-        """Moves `last` to the oldest indices that were drawn and not given out."""
+        """Sets `last` to the checksum of the oldest indices that were read ahead: their batch is returned."""
         if self._drawn:
             self.last = self._drawn.popleft()
 
@@ -538,7 +539,7 @@ def _no_state(loader: DataLoader[Any]) -> str:
 
 
 def _states_of_datasets(state: Any) -> Iterator[Any]:
-    """The states of IterableDatasets in one of torchdata's StatefulDataLoader; None for those without."""
+    """States of IterableDatasets in the state of torchdata's StatefulDataLoader; None for those without."""
     for key, item in state.items() if isinstance(state, Mapping) else ():
         if key in ("dataset_state", "dataset_iter_state"):
             yield item

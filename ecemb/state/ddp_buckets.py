@@ -4,7 +4,7 @@ DistributedDataParallel rebuilds its buckets after its first backward (in a stat
 order in which gradients arrived. The place of a value in a bucket decides the order in which gloo and NCCL
 add the ranks' parts, so the last bits of a sum depend on the layout. A restarted process would start with the
 initial layout, and its first steps would differ from those of an uninterrupted run. So the order is stored
-(as rank state), and a restart repeats the relevant backwards with gradients of zero.
+as rank state, and a restart repeats the backwards that decide the order, with gradients of zero.
 
 Must not know: tables, arenas, the step protocol.
 """
@@ -53,7 +53,7 @@ class GradientBuckets:
                 self._handles[number].append(parameter.register_post_accumulate_grad_hook(hook))
 
     def state(self) -> list[list[list[int]]]:
-        """For each module, the orders of relevant backwards: parameter numbers as gradients arrived."""
+        """Orders of gradients: [module][backward before the final buckets][arrival] -> parameter number."""
         for number, handles in enumerate(self._handles):
             if self._has_seen_all(number):  # each of these hooks costs time in every backward
                 for handle in handles:
@@ -62,7 +62,7 @@ class GradientBuckets:
         return [[list(order) for order in orders] for orders in self._orders]
 
     def set_state(self, state: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Restores orders, except those of other parameters; orders of this process stay."""
+        """Restores the orders that fit a module's parameters, in modules that have recorded none yet."""
         for number, orders in enumerate(state[: len(self._orders)]):
             if not self._orders[number] and all(_fits(self._modules[number], order) for order in orders):
                 self._orders[number] = [list(order) for order in orders]
@@ -91,7 +91,7 @@ class GradientBuckets:
     def _arrived(self, number: int, index: int, _: torch.Tensor) -> None:
         module, orders = self._modules[number], self._orders[number]
         if isinstance(module.module, _Rehearsal) or not module.require_forward_param_sync:
-            return  # as at its last forward, which no_sync() may have left since
+            return  # the flag as at the last forward: the script may have left no_sync() since
         if not orders or index in orders[-1]:
             if self._has_seen_all(number):
                 return
@@ -99,7 +99,7 @@ class GradientBuckets:
         orders[-1].append(index)
 
     def _has_seen_all(self, number: int) -> bool:
-        """Whether the orders of a module's relevant backwards are known, or can't be seen any more."""
+        """Whether all orders of a module are recorded, or its final buckets are built already."""
         module = self._modules[number]
         backwards = 2 if module.static_graph else 1  # before the final buckets are built
         return len(self._orders[number]) == backwards or _laid_out(module)
@@ -121,8 +121,8 @@ def found_in(
 ) -> list[DistributedDataParallel]:
     """Every DistributedDataParallel in a model; then those outside that average its parameters.
 
-    The latter are recorded since `note_made`. The garbage collector's list of all objects also has them, but
-    walking it takes a tenth of a second or more.
+    Those outside are known if they were created after `note_made`. The garbage collector's list of all
+    objects also has them, but walking it takes a tenth of a second or more.
 
     Args:
         model: the whole model.
@@ -141,7 +141,12 @@ def found_in(
 
 
 def _beside(places: Mapping[int, int], left_out: Set[int]) -> dict[tuple[int, ...], DistributedDataParallel]:
-    """Modules created since `note_made` with parameters that have a place, by these places."""
+    """Modules created since `note_made` that average parameters in `places`, by these parameters' places.
+
+    Args:
+        places: id of each parameter of the model -> its number.
+        left_out: ids of modules to leave out.
+    """
     found: dict[tuple[int, ...], DistributedDataParallel] = {}
     for module in list(_made):
         of = tuple(places[id(one)] for _, one in _averaged(module) if id(one) in places)
@@ -154,7 +159,7 @@ def check_apart(modules: Iterable[DistributedDataParallel], own: Iterable[nn.Par
     """Raises if a module averages parameters that belong to one rank.
 
     Args:
-        modules: of one model.
+        modules: the modules of one model.
         own: parameters that differ between ranks.
 
     Raises:
@@ -185,18 +190,18 @@ def _laid_out(module: DistributedDataParallel) -> bool:
 
 
 _INPUT = torch.zeros((), dtype=torch.float32, device="cpu")
-"""Of a rehearsal, which doesn't read it: a wrapper with `device_ids` moves inputs, and fails without any."""
+"""Input of a rehearsal, which doesn't read it: a wrapper with `device_ids` fails without an input to move."""
 
 
 class _Rehearsal(nn.Module):
-    """A stand-in for a model: its backward gives gradients of zero in the order of `parameters`."""
+    """Stands in for a model: its backward produces gradients of zero in the order of `parameters`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self._held = list(parameters)
 
     def forward(self, _: torch.Tensor) -> torch.Tensor:
-        """A scalar. Autograd runs the latest operations first, so they are in reverse order."""
+        """Returns a scalar. Autograd runs the latest operations first, so parameters are added in reverse."""
         total = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         for parameter in reversed(self._held):
             part = parameter.reshape(-1)[:0].sum()

@@ -1,4 +1,4 @@
-"""A saved state of tensors: an outline, packed, then numbers, then the tensors, raw, one after another.
+"""The format of saved replicated state: a packed outline, then numbers, then the raw bytes of the tensors.
 
 The outline is the structure without its tensors and numbers (names, types, other options). It is packed, and
 read without pickle. Numbers have a separate area with a word for each, so a learning rate that changes at
@@ -24,25 +24,26 @@ from ..coding.placement import ALIGN_BYTES, WHOLE, Share
 from ..errors import ConfigurationError, InconsistentArenas
 from .serialize import INT64, WAY_OUT, dump, load, plain, replaced, with_scalars
 
-_HEAD = struct.Struct("<III")  # length and checksum of the outline, and length of the numbers; both follow
-_CHECKSUM = struct.Struct("<I")  # of the numbers, in front of them
+_HEAD = struct.Struct("<III")  # length and CRC-32 of the outline, length of the numbers; then these two
+_CHECKSUM = struct.Struct("<I")  # CRC-32 of the numbers, in front of them
 _TENSOR = "ecemb.tensor"
 _WORDS = {
     ("ecemb.int",): struct.Struct("<q"),
     ("ecemb.float",): struct.Struct("<d"),
-}  # by its placeholder
+}  # placeholder of a number -> format of its word
 _INT, _FLOAT = _WORDS
 WORD_BYTES = 8
 """Size of a number in the numbers' area."""
 
 
 class Layout:
-    """The places of numbers and tensors in the memory of a saved state, to write them there.
+    """The places of numbers and tensors in the memory of a saved state; `save` writes them there.
 
     Args:
-        numbers: the memory of the numbers and their checksum; overwritten by `save`.
-        views: the index of a tensor, which of its elements (in row-major order; None for all), and their
-            memory, which is one-dimensional unless it is for the whole tensor; overwritten by `save`.
+        numbers: memory of the checksum and the numbers, uint8 [bytes]; overwritten by `save`.
+        views: for each saved tensor, or part of a tensor: its index; the slice of its elements in row-major
+            order, None for all; and their memory, of the tensor's shape, or [elements] for a part;
+            overwritten by `save`.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Layout:
 
     @torch.no_grad()
     def save(self, tensors: Sequence[torch.Tensor], numbers: bytes | bytearray) -> None:
-        """Copies tensors and numbers, as `separated` gives them, to their places."""
+        """Copies tensors and numbers, as `separated` returns them, to their places."""
         self._numbers[:] = _CHECKSUM.pack(zlib.crc32(numbers)) + numbers
         for index, elements, view in self._views:
             source = tensors[index]
@@ -61,19 +62,19 @@ class Layout:
 
 
 class Outline:
-    """A structure without its tensors and numbers, packed, and the places of these.
+    """A packed structure without its tensors and numbers, and the places of these in a saved state.
 
     Args:
-        value: the structure, as `separated` gives it, and
-        tensors: its tensors, and
-        numbers: its numbers, of which only the length counts.
+        value: the structure with placeholders, as `separated` returns it.
+        tensors: its tensors; only their types and shapes are used.
+        numbers: its numbers; only their length is used.
 
     Attributes:
-        value: as given, or one that is the same.
-        head: the packed structure.
+        value: the structure with placeholders.
+        head: the packed structure, behind `_HEAD`.
         names: names of its tensors.
-        front_bytes: size of all except tensors.
-        area_bytes: size of the tensors' area, of which a share may be saved.
+        front_bytes: size of everything in front of the tensors.
+        area_bytes: size of the whole tensors' area; a share of it may be saved.
     """
 
     def __init__(self, value: object, tensors: Sequence[torch.Tensor], numbers: bytes | bytearray) -> None:
@@ -87,7 +88,7 @@ class Outline:
         self._sizes: dict[Share, int] = {}
 
     def size_bytes(self, share: Share = WHOLE) -> int:
-        """Size of the saved state, with a share of its tensors."""
+        """Size of the saved state in bytes, with a share of its tensors' area."""
         size = self._sizes.get(share)
         if size is None:
             size = self._sizes[share] = self.front_bytes + share.size_bytes(self.area_bytes)
@@ -96,7 +97,13 @@ class Outline:
     def lay_out(
         self, memory: NDArray[np.uint8], tensors: Sequence[torch.Tensor], share: Share = WHOLE
     ) -> Layout:
-        """Writes all except numbers and tensors (uint8 [size_bytes]), and returns the places of these."""
+        """Writes the outline and zeros to memory, and returns the places of numbers and tensors in it.
+
+        Args:
+            memory: uint8 [size_bytes(share)]; overwritten.
+            tensors: the structure's tensors; not read.
+            share: the share of the tensors' area that is saved.
+        """
         memory[:] = 0  # an earlier state may have left different bytes between tensors on each rank
         memory[: len(self.head)] = np.frombuffer(self.head, np.uint8)
         numbers = len(self.head), len(self.head) + self._numbers_bytes
@@ -122,8 +129,8 @@ class Separator:
     """Takes tensors and numbers out of nested structures.
 
     Attributes:
-        tensors: those taken out so far, in order.
-        numbers: a word for each int of 64 bits and each float, in order.
+        tensors: the tensors taken out so far, in order.
+        numbers: a word for each int of 64 bits and each float taken out so far, in order.
     """
 
     def __init__(self) -> None:
@@ -131,11 +138,19 @@ class Separator:
         self.numbers = bytearray()
 
     def take(self, value: object) -> Any:
-        """A copy of dicts, lists and tuples of tensors, numbers, strings, None, with placeholders."""
+        """A copy of nested dicts, lists and tuples, with placeholders for the tensors and numbers in it.
+
+        Raises:
+            ConfigurationError: a tensor is sparse, or a value has a type that can't be packed.
+        """
         return plain(value, self.take_tensor, "replicated state", self._take_number)
 
     def take_tensor(self, tensor: torch.Tensor) -> object:
-        """The placeholder of a tensor."""
+        """The placeholder of a tensor, which is taken out.
+
+        Raises:
+            ConfigurationError: the tensor is sparse.
+        """
         if tensor.layout is not torch.strided:
             raise ConfigurationError(
                 f"a tensor of shape {tuple(tensor.shape)} in replicated state is sparse ({tensor.layout}), "
@@ -153,28 +168,34 @@ class Separator:
 
 
 def separated(value: object) -> tuple[Any, list[torch.Tensor], bytearray]:
-    """A structure with placeholders for its tensors and numbers, and these (see `Separator`)."""
+    """Returns a structure with placeholders, its tensors, and its numbers (see `Separator`)."""
     separator = Separator()
     return separator.take(value), separator.tensors, separator.numbers
 
 
 def is_number(value: object) -> bool:
-    """Whether a `Separator` takes it out as a number: a float, or an int of 64 bits; others stay inside."""
+    """Whether a `Separator` takes the value out as a number: a float, or an int of 64 bits."""
     return type(value) is float or (type(value) is int and value in INT64)
 
 
 def words(numbers: Iterable[int | float]) -> bytes:
-    """Numbers as a `Separator` has them."""
+    """Numbers as words of 8 bytes, as in `Separator.numbers`."""
     return b"".join([_WORDS[_FLOAT if type(one) is float else _INT].pack(one) for one in numbers])
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two structures are equal, with dicts in the same order, which is the order of tensors."""
+    """Whether two structures are equal, including the order of dicts, which is the order of tensors."""
     return one == other and (not isinstance(one, (dict, list)) or _in_order(one, other))
 
 
 def filled(value: Any, tensors: list[torch.Tensor]) -> object:
-    """Puts tensors back, and consumes the list. A tensor keeps the type of device that it was on."""
+    """A structure with tensors in the place of their placeholders.
+
+    Args:
+        value: the structure with placeholders.
+        tensors: its tensors, in order; consumed. Each gets the attribute `ecemb_device`, the type of the
+            device that it was saved from.
+    """
 
     def put(known: Any) -> torch.Tensor:
         tensor = tensors.pop(0)
@@ -185,14 +206,17 @@ def filled(value: Any, tensors: list[torch.Tensor]) -> object:
 
 
 def unpacked(memory: NDArray[np.uint8]) -> tuple[Any, list[str], list[torch.Tensor]]:
-    """Splits a saved state (uint8, the result of a store's `read`) into its parts.
+    """Splits a saved state into its parts.
+
+    Args:
+        memory: the result of a store's `read`, with all slices: uint8 [bytes]; read.
 
     Returns:
-        The outline with its numbers, the tensors' names, and the tensors: views of `memory`, in the
-        outline's order.
+        The outline with its numbers; the tensors' names; and the tensors, views of `memory`, in the outline's
+        order.
 
     Raises:
-        InconsistentArenas: `Outline` has not written it.
+        InconsistentArenas: the bytes are damaged, or not those of a saved state.
     """
     head = in_front(memory)
     outline = outline_of(head)
@@ -209,14 +233,17 @@ def unpacked(memory: NDArray[np.uint8]) -> tuple[Any, list[str], list[torch.Tens
 
 
 def measured(memory: NDArray[np.uint8]) -> tuple[int, int, list[tuple[str, int]]]:
-    """Sizes in a saved state, of which `memory` may hold a share.
+    """Sizes in a saved state.
+
+    Args:
+        memory: the saved state, with any share of its tensors: uint8 [bytes]; read.
 
     Returns:
-        Bytes in front of the tensors; bytes of the tensors' whole area; each tensor's name, with the place of
-        its first byte in the area.
+        Bytes in front of the tensors; bytes of the tensors' whole area; and for each tensor its name and the
+        offset of its first byte in the area.
 
     Raises:
-        InconsistentArenas: `Outline` has not written it.
+        InconsistentArenas: the bytes are damaged, or not those of a saved state.
     """
     head = in_front(memory)
     names, blanks = blank(outline_of(head))
@@ -225,13 +252,13 @@ def measured(memory: NDArray[np.uint8]) -> tuple[int, int, list[tuple[str, int]]
 
 
 def checksums(memory: NDArray[np.uint8]) -> dict[str, int]:
-    """Checksums below 2**32 of all parts of a saved state, tensors and other values, by name, in order.
+    """Checksums of all leaves of a saved state, tensors and other values: name -> CRC-32, in order.
 
     Args:
-        memory: uint8, the result of a store's `read`; read.
+        memory: the result of a store's `read`, with all slices: uint8 [bytes]; read.
 
     Raises:
-        InconsistentArenas: `Outline` has not written it.
+        InconsistentArenas: the bytes are damaged, or not those of a saved state.
     """
     outline, _, tensors = unpacked(memory)
     waiting = iter(tensors)
@@ -245,10 +272,10 @@ def checksums(memory: NDArray[np.uint8]) -> dict[str, int]:
 
 
 def in_front(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The outline and numbers, in front of a saved state's tensors: uint8, a view of `memory`.
+    """The outline and numbers in front of a saved state's tensors: uint8 [bytes], a view of `memory`.
 
     Raises:
-        InconsistentArenas: `Outline` has not written it.
+        InconsistentArenas: the bytes are damaged, or not those of a saved state.
     """
     return memory[: _parts(memory)[2]]
 
@@ -257,20 +284,20 @@ def outline_of(head: NDArray[np.uint8]) -> Any:
     """The outline with its numbers, from the result of `in_front`.
 
     Raises:
-        InconsistentArenas: `Outline` has not written it.
+        InconsistentArenas: the bytes are damaged, or not those of a saved state.
     """
     packed, numbers, _ = _parts(head)
     words = iter([numbers[at : at + WORD_BYTES] for at in range(0, len(numbers), WORD_BYTES)])
     outline = replaced(load(packed), _is_number, lambda known: _WORDS[known].unpack(next(words))[0])
-    return with_scalars(outline)  # those of numbers: `load` has made the others
+    return with_scalars(outline)  # numpy's scalars around taken-out numbers: `load` has made the other ones
 
 
 def blank(outline: Any) -> tuple[list[str], list[torch.Tensor]]:
     """The tensors that an outline has placeholders for.
 
     Returns:
-        Their names, e.g. "head.weight" for the model's and "optimizers.0.state.1.exp_avg"; and tensors on the
-        meta device with the same types and shapes; both in the outline's order.
+        Their names, such as "head.weight" in the model and "optimizers.0.state.1.exp_avg"; and tensors on the
+        meta device with their types and shapes; both in the outline's order.
     """
     found = [(name, value) for name, value in _leaves(outline, ()) if _is_tensor(value)]
     tensors = [torch.empty(value[2], dtype=value[1], device="meta") for _, value in found]
@@ -288,7 +315,11 @@ def _in_order(one: Any, other: Any) -> bool:
 
 
 def _parts(memory: NDArray[np.uint8]) -> tuple[bytes, bytes, int]:
-    """The packed outline, the numbers, and where these end."""
+    """The packed outline, the numbers, and the offset of the numbers' end; checks both checksums.
+
+    Raises:
+        InconsistentArenas: a checksum doesn't fit.
+    """
     length, checksum, size = _HEAD.unpack(memory[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0"))
     edges = itertools.accumulate((_HEAD.size, length, _CHECKSUM.size, size))
     packed, own, words = (memory[low:high].tobytes() for low, high in itertools.pairwise(edges))
@@ -313,7 +344,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """All leaves of a structure, by name, in order; placeholders for tensors."""
+    """(name, value) of all leaves of a structure, in order; a tensor's placeholder is a leaf."""
     if isinstance(value, (dict, list, tuple)) and not _is_tensor(value):
         pairs = value.items() if isinstance(value, dict) else enumerate(cast("Any", value))
         for key, item in cast("Iterable[tuple[Any, Any]]", pairs):
@@ -323,7 +354,7 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
-    """The tensors' places in their area, and the area's size."""
+    """The tensors' offsets in their area, and the area's size, in bytes."""
     places: list[int] = []
     end = 0
     for tensor in tensors:

@@ -1,6 +1,6 @@
 """States of torchmetrics' metrics, which their state_dict() leaves out by default (`persistent=False`).
 
-A metric is known by its attributes; torchmetrics is not imported. Must not know: how states are packed.
+A metric is recognised by its attributes; torchmetrics is not imported. Must not know: how states are packed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ..errors import LayoutMismatch
 from .serialize import plain, replaced
 
 _ELSEWHERE = "ecemb.state.metric_states: a tensor of the metric's device"
-_RESTORED = "_update_count", "_computed", "_forward_cache"  # by `put`, apart from other attributes
+_RESTORED = "_update_count", "_computed", "_forward_cache"  # attributes that `put` restores separately
 _OF_A_COLLECTION = ("_groups", "_groups_checked", "_state_is_copy")
 _MISSING = object()
 
 
 def is_metric(one: object) -> bool:
-    """Whether it is a metric of torchmetrics, or one that works like these."""
+    """Whether the object is a metric of torchmetrics, or has the same attributes and methods."""
     if not isinstance(one, nn.Module) or type(vars(one).get("_defaults")) is not dict:
         return False
     return all(callable(getattr(one, name, None)) for name in ("update", "compute", "reset"))
@@ -33,25 +33,25 @@ def states_of(metric: nn.Module) -> list[str]:
 
 
 def is_growing(metric: nn.Module) -> bool:
-    """Whether a metric lists all samples: a state of it is a list."""
+    """Whether a metric keeps all samples: one of its states is a list."""
     return any(isinstance(value, list) for value in vars(metric)["_defaults"].values())
 
 
 def found_in(root: object) -> dict[str, nn.Module]:
-    """The metrics in a module, by their paths; none in another object."""
+    """The metrics in a module, by path; an object that is not a module has none."""
     if not isinstance(root, nn.Module):
         return {}
     return {path: module for path, module in root.named_modules() if is_metric(module)}
 
 
 class MetricStates:
-    """All metrics in an object.
+    """The states of all metrics in an object.
 
     Args:
         root: the object; it has metrics if it is a module.
-        name: the object's, for messages.
-        without: ids of metrics that are kept elsewhere.
-        growing: whether metrics that list all samples are kept as well; they may outgrow their room.
+        name: name of the object in messages.
+        without: ids of metrics to leave out, which are kept elsewhere.
+        growing: whether metrics that keep all samples are included; they may outgrow their room.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MetricStates:
     ) -> None:
         self._root, self._name, self._without, self._growing = root, name, without, growing
         self._kept = self._found()
-        self._before = {  # numbers and tensors in their other attributes when they were found
+        self._before = {  # numbers and tensors in other attributes of the metrics, as this object was made
             path: {key: _copied(value) for key, value in _others(metric)}
             for path, metric in self._kept.items()
         }
@@ -71,7 +71,7 @@ class MetricStates:
 
     @property
     def metrics(self) -> dict[str, nn.Module]:
-        """The metrics, by their names."""
+        """The metrics, by name."""
         return {self._full(path): metric for path, metric in self._kept.items()}
 
     def __bool__(self) -> bool:
@@ -113,10 +113,10 @@ class MetricStates:
         return states
 
     def check(self, states: Mapping[str, Any]) -> None:
-        """Checks that states are of these metrics; called before anything is restored.
+        """Checks that saved states belong to these metrics. Called before anything is restored.
 
         Raises:
-            LayoutMismatch: they are of others.
+            LayoutMismatch: they belong to other metrics.
         """
         now = {path: states_of(metric) for path, metric in self._kept.items()}
         then = {path: one["names"] for path, one in states.items() if "names" in one}
@@ -130,7 +130,7 @@ class MetricStates:
 
     @torch.no_grad()
     def put(self, states: Mapping[str, Any]) -> None:
-        """Restores results of `state`; metrics that are not in it stay as they are."""
+        """Restores a result of `state`. Metrics that are not in it stay unchanged."""
         for path, metric in self._kept.items():
             if path not in states:
                 continue
@@ -183,7 +183,7 @@ class MetricStates:
             )
 
     def _linked(self) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-        """The groups of collections: the metric that is updated, and those that take its states later."""
+        """Groups of collections: the metric that is updated, and the metrics that take its states later."""
         for collection in self._collections.values():
             attributes = vars(collection)
             if attributes["_groups_checked"] and not attributes["_state_is_copy"]:
@@ -192,7 +192,7 @@ class MetricStates:
 
 
 def _others(metric: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Numbers and tensors in a metric's other attributes, such as the extremes that a wrapper has seen."""
+    """(name, value) of numbers and tensors in attributes other than states, such as a wrapper's extremes."""
     states = vars(metric)["_defaults"]
     for key, value in list(vars(metric).items()):
         if type(value) in (int, float) or isinstance(value, torch.Tensor):

@@ -1,16 +1,16 @@
-"""The optimizers that a guard knows, and the check that no other one changes protected parameters.
+"""The optimizers that were passed to a guard, and the checks of each optimizer's step.
 
 The state of an optimizer that was not passed to `ecemb.protect` is lost at an abort or a failure. So every
 parameter that requires gradients has an optimizer in `optimizers=` or is in `without_optimizer=`, and a step
 of any other optimizer raises before it changes anything.
 
-So does a step that would use gradients that were made before the transaction began. Gradients are no state: a
-restart begins at the last commit, without them. An update from gradients of two transactions would therefore
-have other bits after a failure, without an error. A gradient that is left over is not wrong by itself: a
-scaler leaves an update out, a discriminator's loss reaches the generator, and zero_grad() comes before the
-next update. So only the optimizer's step is refused. When a transaction begins, one parameter with a gradient
-is marked for each optimizer that did not step in the transaction before, and in the first transactions of a
-process for every optimizer. Others cost nothing.
+A step that would use gradients from before the transaction raises as well. Gradients are not saved: a restart
+begins at the last commit, without them. An update from gradients of two transactions would therefore have
+other bits after a failure, without an error. A gradient that is left over is not wrong by itself: a scaler
+skips an update, a discriminator's loss reaches the generator, and zero_grad() comes before the next update.
+So only the optimizer's step is refused. When a transaction begins, one parameter with a gradient is marked
+for each optimizer that did not step in the transaction before, and in the first transactions of a process for
+every optimizer. Optimizers without a marked parameter cost nothing.
 
 Must not know: the memory of tables, transactions.
 """
@@ -30,9 +30,9 @@ from ..errors import ConfigurationError, UnsupportedOptimizer, UsageError
 
 Optimizer = torch.optim.Optimizer
 
-_SHOWN = 4  # names in a message
-_ALL_MARKED = 2  # transactions that begin with marks for all optimizers: finds a forgotten zero_grad()
-_MOST_RESTS = 64  # sets of optimizers whose complements are kept
+_SHOWN = 4  # names in an error message
+_ALL_MARKED = 2  # first transactions, which mark for all optimizers: finds a forgotten zero_grad()
+_MOST_RESTS = 64  # size of the cache of `_rest`
 
 
 class NamedOptimizers:
@@ -42,16 +42,17 @@ class NamedOptimizers:
         model: the whole model.
         tables: protected tables that an optimizer's `step()` changes, by key.
         fused: protected parameters that change in another way.
-        optimizers: as passed, and the optimizers inside them.
+        optimizers: the user's optimizers; optimizers inside them are found here.
         without: parameters that no optimizer changes, or modules of such parameters.
 
     Attributes:
-        gradients: refuses updates from gradients that were made before the transaction.
+        gradients: refuses updates from gradients that were computed before the transaction.
 
     Raises:
         UnsupportedOptimizer: a table with requires_grad has no optimizer, and is not in `without`.
-        ConfigurationError: the same for another parameter; or `without` has an item that is neither a
-            parameter nor a module, or a parameter of one of `optimizers`.
+        ConfigurationError: another parameter with requires_grad has no optimizer, and is not in `without`; or
+            `without` has an item that is neither a parameter nor a module, or a parameter of one of
+            `optimizers`.
     """
 
     def __init__(
@@ -101,7 +102,10 @@ class NamedOptimizers:
             )
 
     def watch(self, is_open: Callable[[], bool]) -> None:
-        """From here on, a step of an unknown optimizer raises, and of a known one outside of a guard's step.
+        """Installs the check of each optimizer's step.
+
+        From here on `optimizer.step()` raises UsageError if it would change a parameter of the guard, and the
+        optimizer was not passed to it, or no step of the guard is open.
 
         Args:
             is_open: whether a step of the guard is open.
@@ -111,7 +115,7 @@ class NamedOptimizers:
         self._handle = register_optimizer_step_pre_hook(functools.partial(_call, own))
 
     def unwatch(self) -> None:
-        """Removes the hooks."""
+        """Removes the hooks of `watch` and all marks of gradients."""
         self.gradients.end()
         if self._handle is not None:
             self._handle.remove()
@@ -135,11 +139,11 @@ class NamedOptimizers:
 
 
 class _Mark:
-    """A parameter whose gradient was made before the transaction.
+    """A parameter with a gradient from before the transaction.
 
     Args:
-        parameter: it.
-        facts: of its gradient now.
+        parameter: the parameter.
+        facts: `_facts` of its gradient now.
     """
 
     def __init__(self, parameter: torch.Tensor, facts: tuple[int, float]) -> None:
@@ -148,7 +152,7 @@ class _Mark:
         self._handle = parameter.register_hook(self._before_adding) if parameter.requires_grad else None
 
     def is_used(self) -> bool:
-        """Whether the parameter's gradient now has something of that one."""
+        """Whether the parameter's gradient now is or contains the marked gradient."""
         if self._is_cleared:
             return False
         now = _facts(self.parameter.grad)
@@ -173,11 +177,11 @@ class CarriedGradients:
     """Refuses the step of an optimizer that would use gradients from before the transaction.
 
     Args:
-        optimizers: those to watch.
-        names: of their parameters in messages, by id; others are not watched.
+        optimizers: the optimizers to check.
+        names: id of a parameter -> its name in messages; parameters without a name are not checked.
 
     Attributes:
-        refusal: the message of the error that was raised, else "".
+        refusal: the message of the error that `before_step` raised; "" if it has raised none.
     """
 
     def __init__(self, optimizers: Sequence[Any], names: Mapping[int, str]) -> None:
@@ -197,7 +201,11 @@ class CarriedGradients:
         self._transactions = self._step = 0
 
     def begin(self, step: int) -> None:
-        """Begins a transaction with this step: marks what may be carried into it."""
+        """Begins a transaction: marks parameters whose gradients may be carried into it.
+
+        Args:
+            step: number of the transaction's first step.
+        """
         self._step = step
         self._transactions += 1
         self.end()
@@ -208,10 +216,12 @@ class CarriedGradients:
         self._stepped.clear()
 
     def before_step(self, optimizer: Any, *, has_closure: bool) -> None:
-        """Refuses a step that would use marked gradients; with a closure, they are still to be made.
+        """Refuses an optimizer's step that would use marked gradients. Called before the step.
+
+        A step with a closure is not refused: the closure computes its gradients.
 
         Raises:
-            UsageError: it would; nothing has changed.
+            UsageError: the step would use a marked gradient; nothing has changed.
         """
         self._stepped.add(id(optimizer))
         if not self._marks or has_closure:
@@ -239,7 +249,7 @@ class CarriedGradients:
         self._marks.clear()
 
     def _rest(self, stepped: frozenset[int]) -> list[int]:
-        """The optimizers with parameters that none of those that have stepped changes."""
+        """Ids of the optimizers with a parameter that no optimizer in `stepped` changes."""
         rest = self._rests.get(stepped)
         if rest is None:
             done = {id(one) for owner in stepped for one in self._parameters.get(owner, ())}
@@ -271,7 +281,7 @@ def parameters_of(optimizer: Any) -> Iterator[nn.Parameter]:
 
 
 def with_inner(optimizers: Iterable[Any]) -> list[Any]:
-    """Optimizers and those inside them, as in SAM and Lookahead; each state once."""
+    """Optimizers, and optimizers in their attributes, as in SAM and Lookahead; each `state` dict once."""
     found = list(optimizers)
     for optimizer in found:  # the list grows
         inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
@@ -280,7 +290,7 @@ def with_inner(optimizers: Iterable[Any]) -> list[Any]:
 
 
 def others(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """The state of an optimizer under keys that are not parameters."""
+    """(key, value) of an optimizer's state whose key is not a parameter."""
     return ((key, value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor))
 
 
@@ -290,16 +300,21 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drop_options(optimizer: Any, group: dict[str, Any], then: Mapping[str, Any]) -> None:
-    """Removes the options of a parameter group that an earlier state of it does not have.
+    """Removes the options of a parameter group that its saved state lacks.
 
-    Those that all groups of the optimizer have by default stay: an older version may have saved the state.
+    Options in the optimizer's `defaults` stay: an older version of it may have saved the state.
+
+    Args:
+        optimizer: the group's optimizer.
+        group: the parameter group; options are removed from it.
+        then: the group's saved options.
     """
     for key in options(group).keys() - then.keys() - getattr(optimizer, "defaults", {}).keys():
         del group[key]
 
 
 def _call(method: weakref.WeakMethod[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Calls the method, unless its object is gone: the hook must not keep a guard alive."""
+    """Calls the method if its object still exists: the hook must not keep a guard alive."""
     if (own := method()) is not None:
         own(optimizer, (args[1] if len(args) > 1 else kwargs.get("closure")) is not None)
 
@@ -349,13 +364,17 @@ def _more(names: Sequence[str]) -> str:
 
 
 def _facts(gradient: torch.Tensor | None) -> tuple[int, float] | None:
-    """Number and sum of a gradient's values other than 0; None if there are none. Waits for its device."""
+    """Number and sum of a gradient's nonzero values; None if it has none, or can't be read now.
+
+    Waits for the gradient's device. A gradient can't be read on the meta device, nor on a CUDA device while a
+    graph is captured.
+    """
     if gradient is None or gradient.is_meta:
         return None
     if gradient.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     values = gradient.detach()
-    values = getattr(values, "_local_tensor", values)  # of a DTensor
+    values = getattr(values, "_local_tensor", values)  # the local part of a DTensor
     values = values._values() if values.is_sparse else values
     values = torch.view_as_real(values) if values.is_complex() else values
     count = int(torch.count_nonzero(values))

@@ -6,10 +6,10 @@ bound later (`guard.batches`). The record is protected like any row: captured, s
 parity. It is read without pickle. Scalars come first, and generators last: a delta ends with the last changed
 word.
 
-Owns generators as plain state: those of the process (the global ones of torch (CPU), numpy and python), of
-its devices, and those that objects own. Joins the tables' scalars of several ranks, as a table may be on
-another rank than when they were saved. They are dicts: of tables or buckets, then of engines, then of what an
-engine names, such as a batch of tables.
+Owns reading and writing the states of generators: the global ones of the process (torch's on the CPU,
+numpy's, python's), those of CUDA devices, and those that objects own. Joins the tables' scalars of several
+ranks, as a table may be on another rank than when they were saved. Scalars are dicts of three levels: tables
+or buckets, then engines, then names that an engine chooses, such as a batch of tables.
 
 Must not know: the place of the record, its protection, what a scalar is.
 """
@@ -39,8 +39,9 @@ from .serialize import WAY_OUT, Packer, dump, kind_of, load, plain, replaced, un
 NAME = "<rank state>"
 _HEAD = struct.Struct("<II")  # length and checksum of the data that follow
 _HEAD_BYTES = _HEAD.size
-_MARK = b"ecemb rs"  # before there was one: size of the generators' states, these, and the rest, by `dump`
-_SIZES = struct.Struct("<8sQQQ")  # the mark; the sizes of scalars, the rest, and generators, which follow
+# An earlier format has no mark: it is the size of the generators' states, these, and the rest, both by `dump`.
+_MARK = b"ecemb rs"
+_SIZES = struct.Struct("<8sQQQ")  # the mark, and the sizes of the three sections: scalars, rest, generators
 _SIZE = struct.Struct("<Q")
 
 
@@ -60,7 +61,7 @@ class Position(Stateful, Protocol):
     """The position of this rank in its data; bound after `protect`.
 
     Attributes:
-        name: for messages.
+        name: the loader's name in messages.
     """
 
     name: str
@@ -71,7 +72,7 @@ def objects_of(given: Any) -> dict[str | int, Stateful]:
 
     Raises:
         ConfigurationError: an object has no state_dict()/load_state_dict(); or a name is not a string; or two
-            objects without names have one class, so a restart couldn't tell them apart.
+            objects without names have the same class, so a restart couldn't tell them apart.
     """
     objects: dict[Any, Any]
     if given is None:
@@ -106,16 +107,17 @@ class RankState:
     """Packs and unpacks the state of one rank.
 
     Args:
-        given: the user's objects, as for `ecemb.protect`.
+        given: the user's objects, as for `state=` of `ecemb.protect`.
         scalars: returns the tables' scalars, by table.
-        set_scalars: restores them.
-        model: its metrics are kept as well, but those in `given`, and those that list all samples.
+        set_scalars: restores a result of `scalars`.
+        model: its metrics are packed as well, except those in `given` and those that keep all samples; None
+            for no metrics.
 
     Attributes:
-        growing: the latter, by name.
-        empty: objects whose state_dict() has nothing, and which are no metrics, for messages.
+        growing: name -> metric of the model that is left out because it keeps all samples.
+        empty: names, for messages, of objects whose state_dict() is empty and that have no metrics.
         positions: the bound positions, in order.
-        room_bytes: the largest size of `pack`'s result; None without a limit.
+        room_bytes: size of the record: the most bytes of a packed state with its head; None for no limit.
 
     Raises:
         ConfigurationError: an object has no state_dict()/load_state_dict(), or its state can't be read with
@@ -146,8 +148,8 @@ class RankState:
         self.room_bytes: int | None = None
         self._reader = Reader()
         self._packer_of_scalars, self._packer, self._packer_of_generators = Packer(), Packer(), Packer()
-        self._generators: tuple[dict[str, Any], bytes] | None = None  # when they were packed last
-        self._last: tuple[dict[str, Any], list[Any], bytes] | None = None  # with CUDA's, and packed scalars
+        self._generators: tuple[dict[str, Any], bytes] | None = None  # states that were packed last, packed
+        self._last: tuple[dict[str, Any], list[Any], bytes] | None = None  # result of the last `_note`
         self._kinds: list[str] = list(map(kind_of, self._objects.values()))
         self._bare: bytes = self._pack_rest([], [], [], [{}])
         self.empty: list[str] = []
@@ -160,16 +162,16 @@ class RankState:
 
     @property
     def metrics(self) -> dict[str, nn.Module]:
-        """The metrics that are kept, by name."""
+        """The metrics that are packed, by name."""
         return {name: one for held in (*self._metrics, self._in_model) for name, one in held.metrics.items()}
 
     def bind(self, position: Position) -> None:
-        """Adds a position, and restores its packed state if there is one; called outside of a step.
+        """Adds a position, and restores its packed state if there is one. Called outside of a step.
 
         Positions are identified by the order in which they are bound.
 
         Raises:
-            LayoutMismatch: from the position, if the state belongs to another one.
+            LayoutMismatch: the packed state belongs to another loader; raised by the position.
         """
         if self._pending:
             position.load_state_dict(self._pending[0])
@@ -216,11 +218,11 @@ class RankState:
         return self._packer.pack({"cuda": cuda, **objects, "metrics": metrics, "positions": positions})
 
     def _look(self) -> tuple[dict[str, Any], list[Any], Any]:
-        """Generators, those of CUDA, and scalars, as they are now."""
+        """The current states of the process's generators and of CUDA's generators, and the scalars."""
         return self._reader.read(), cuda_states(), self._scalars()
 
     def _note(self) -> tuple[dict[str, Any], list[Any], bytes]:
-        """The same with packed scalars, kept: `moved` compares with it."""
+        """The result of `_look` with the scalars packed; stored, as `moved` compares with it."""
         states, cuda, scalars = self._look()
         self._last = states, cuda, self._pack_scalars(scalars)
         return self._last
@@ -236,7 +238,7 @@ class RankState:
 
         Args:
             data: the result of `pack`.
-            positions: whether to restore positions too.
+            positions: whether to restore positions as well.
 
         Raises:
             LayoutMismatch: other objects were packed.
@@ -281,22 +283,22 @@ class RankState:
         self._set_scalars(_taken_apart(data)[1]["scalars"])
 
     def take_scalars(self, own: bytes, of_ranks: Sequence[bytes]) -> None:
-        """Restores the tables' scalars, those that this rank's state doesn't have from other ranks' states.
+        """Restores the tables' scalars: this rank's own, and from other ranks those that it lacks.
 
         Args:
-            own: the result of `scalars_in` of what this rank read.
-            of_ranks: those of all ranks.
+            own: the result of `scalars_in` for the states that this rank read.
+            of_ranks: the results of `scalars_in` of all ranks.
         """
         self._set_scalars(functools.reduce(joined_scalars, map(load, (own, *of_ranks))))
 
     def unpack_common(self, states: Sequence[bytes]) -> None:
         """Restores the part of other ranks' states that a new rank can take.
 
-        That is the tables' scalars, and those user objects whose states are equal on all of these ranks, such
-        as learning rate schedules.
+        This part is the tables' scalars, and the user's objects and metrics whose states are equal on all of
+        these ranks, such as learning rate schedules.
 
         Args:
-            states: the results of `pack` on each rank.
+            states: the result of `pack` on each of these ranks.
 
         Raises:
             LayoutMismatch: other objects were packed.
@@ -311,9 +313,10 @@ class RankState:
         self._put_metrics([_common(theirs) for theirs in metrics])
 
     def _matched(self, saved: Mapping[str, Any]) -> tuple[list[Any], list[dict[str, Any]]]:
-        """The packed states of the user's objects, in the order of the objects, and those of metrics.
+        """The packed states of the user's objects, in the objects' order, and the states of metrics.
 
-        They are matched by name if the objects have names, both then and now; otherwise by order.
+        States are matched to objects by name if the objects have names, both when they were packed and now;
+        otherwise by order.
 
         Raises:
             LayoutMismatch: other objects were packed.
@@ -364,7 +367,7 @@ def _taken_apart(data: bytes) -> tuple[Any, Any]:
     if data.startswith(_MARK):
         _, *sizes = _SIZES.unpack(data[: _SIZES.size].ljust(_SIZES.size, b"\xff"))
         what, edges = "scalars, objects and generators", [*itertools.accumulate(sizes, initial=_SIZES.size)]
-    else:  # by an earlier version, as checkpoints may be
+    else:  # packed by an earlier version of ecemb; a checkpoint may have it
         sizes = _SIZE.unpack(data[: _SIZE.size]) if len(data) >= _SIZE.size else (-1,)
         what, edges = "generators' states", [_SIZE.size, _SIZE.size + sizes[0], len(data)]
     if edges[-1] != len(data) or edges != sorted(edges):
@@ -380,7 +383,7 @@ def _taken_apart(data: bytes) -> tuple[Any, Any]:
 
 
 def scalars_in(states: Sequence[bytes]) -> bytes:
-    """The tables' scalars in results of `RankState.pack`, together, for `RankState.take_scalars`."""
+    """The joined tables' scalars of several results of `RankState.pack`, for `RankState.take_scalars`."""
     return dump(functools.reduce(joined_scalars, (_taken_apart(data)[1]["scalars"] for data in states)))
 
 
@@ -390,7 +393,7 @@ def layout(size_bytes: int) -> TableLayout:
 
 
 def room(size_bytes: int) -> int:
-    """Bytes to reserve for a state of `size_bytes` now: twice as much, and 192 KiB for positions.
+    """Bytes to reserve for a state that takes `size_bytes` now: twice as much, and 192 KiB for positions.
 
     The position of a loader with its own generator takes about 20 KB. The result is a multiple of
     `SPLIT_BYTES`: a step captures, compares and sends only the parts that it changes.
@@ -399,10 +402,15 @@ def room(size_bytes: int) -> int:
 
 
 def front(record: NDArray[np.uint8], data: bytes) -> bytes:
-    """The first bytes of a record (uint8 [room], read) with packed state in it; the others stay."""
+    """The bytes to write at a record's start, so that it holds packed state; bytes behind them don't change.
+
+    Args:
+        record: uint8 [room]; read.
+        data: the packed state.
+    """
     used = min(_HEAD_BYTES + _HEAD.unpack(record[:_HEAD_BYTES].tobytes())[0], len(record))
     packed = _HEAD.pack(len(data), zlib.crc32(data)) + data
-    return packed.ljust(used, b"\0")  # nothing of before stays
+    return packed.ljust(used, b"\0")  # zeros overwrite the rest of a longer state
 
 
 def write_(record: NDArray[np.uint8], data: bytes) -> None:
@@ -412,7 +420,7 @@ def write_(record: NDArray[np.uint8], data: bytes) -> None:
 
 
 def read(record: NDArray[np.uint8]) -> bytes:
-    """Reads packed state from its record.
+    """Reads packed state from its record (uint8 [room], read).
 
     Raises:
         InconsistentArenas: the checksum doesn't fit.
@@ -427,24 +435,24 @@ def read(record: NDArray[np.uint8]) -> bytes:
 
 
 def is_stateful(one: object) -> bool:
-    """Whether it is a `Stateful`."""
+    """Whether the object is a `Stateful`."""
     return all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _is_off(one: object) -> bool:
-    """Whether it says that it has no state, as a gradient scaler with enabled=False does."""
+    """Whether is_enabled() of the object is False, as of a gradient scaler that is off and has no state."""
     is_enabled = getattr(one, "is_enabled", None)
     return callable(is_enabled) and is_enabled() is False
 
 
 def _common(states: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-    """The entries that are equal in all of them, as packed bytes."""
+    """The entries whose packed bytes are equal in all of the mappings."""
     first = states[0].items()
     return {key: one for key, one in first if len({dump(other.get(key)) for other in states}) == 1}
 
 
 def _described(key: str | int, item: object) -> str:
-    """An object of `state=`, for messages."""
+    """Name of an object of `state=` in messages."""
     return f"state= object {key!r} ({type(item).__name__})"
 
 
@@ -457,7 +465,13 @@ def _position(position: Position) -> Any:
 
 
 def joined_scalars(own: Any, other: Any, levels: int = 3) -> Any:
-    """The scalars of a rank, and what they lack of another one's, down to what an engine names."""
+    """The scalars of a rank, with those of another rank that it lacks.
+
+    Args:
+        own: the rank's scalars, dicts of `levels` levels; they win.
+        other: the other rank's scalars.
+        levels: number of levels to join: tables, engines, and the engine's names.
+    """
     if not levels or not isinstance(other, dict):
         return own
     items = cast("dict[str, Any]", other).items()
@@ -466,7 +480,7 @@ def joined_scalars(own: Any, other: Any, levels: int = 3) -> Any:
 
 _NUMPY: Any = cast("Any", np.random.get_state).__self__
 _PYTHON: Any = cast("Any", random.getstate).__self__
-_WORDS = 624  # of a Mersenne twister; python has the position of the next one behind them
+_WORDS = 624  # words of a Mersenne twister's state; python's has the position of the next word behind them
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -480,9 +494,9 @@ def process_states() -> dict[str, Any]:
 
 
 class Reader:
-    """Reads the states of the process's generators again and again.
+    """Reads the states of the process's generators repeatedly.
 
-    To read one takes long, so it is read only if the memory has changed that has all of it.
+    Reading a generator's state is slow, so it is read only if the generator's memory has changed.
     """
 
     def __init__(self) -> None:
@@ -490,16 +504,17 @@ class Reader:
         self._states: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
-        """The result of `process_states`, to be read only: the object of the last call if nothing was drawn.
+        """The result of `process_states`; the caller must not change it.
 
-        A state that is equal to that of the last call is the same object.
+        If no number was drawn since the last call, it is the same object; otherwise a new dict, in which each
+        state that is equal to that of the last call is the same object.
 
         Raises:
             ConfigurationError: as `process_states`.
         """
         changed: dict[str, Any] = {}
         for name, (state, memory) in _PROCESS.items():
-            now = memory()  # before the state: another thread may draw in between
+            now = memory()  # read before the state, as another thread may draw in between
             if now is None or now != self._memory.get(name):
                 read = state()
                 if name not in self._states or not is_same(read, self._states[name]):
@@ -511,14 +526,19 @@ class Reader:
 
 
 def cuda_states() -> list[Any]:
-    """The number of this process's device, and all devices' generators; empty without CUDA."""
+    """[the current device's number, states of all devices' generators]; empty if CUDA is not initialised."""
     if not torch.cuda.is_initialized():
         return []
     return [torch.cuda.current_device(), torch.cuda.get_rng_state_all()]
 
 
 def set_cuda_states(own: int, states: Sequence[torch.Tensor]) -> None:
-    """Restores generators; that of the process's device goes to its current device."""
+    """Restores CUDA's generators, with the states of the process's old and current device swapped.
+
+    Args:
+        own: number of the process's device when the states were read.
+        states: state of each device's generator; states of devices that don't exist now are ignored.
+    """
     count = torch.cuda.device_count()
     now = torch.cuda.current_device() if count else own
     swapped = {own: now, now: own}
@@ -528,7 +548,7 @@ def set_cuda_states(own: int, states: Sequence[torch.Tensor]) -> None:
 
 
 def is_same(state: Any, other: Any) -> bool:
-    """Whether two states of a generator are equal, that is, nothing was drawn in between."""
+    """Whether two states of a generator are equal, which means that no number was drawn in between."""
     return state is other or all(map(_equal, _listed(state), _listed(other)))
 
 
@@ -541,7 +561,7 @@ def _listed(state: Any) -> Any:
 
 
 def set_process_states(states: Mapping[str, Any]) -> None:
-    """Puts them back."""
+    """Restores a result of `process_states`."""
     kind, key, pos, has_gauss, gauss = states["numpy"]
     np.random.set_state((kind, key.numpy().view(np.uint32), pos, has_gauss, gauss))
     random.setstate(_to_python(states["python"]))
@@ -551,7 +571,7 @@ def set_process_states(states: Mapping[str, Any]) -> None:
 def owned_generators(holders: Sequence[object]) -> list[Any]:
     """The generators of torch, numpy and python that are attributes of the objects, each once, in order.
 
-    torch's global generator is left out, and random.SystemRandom, which has no state.
+    torch's global generator is left out, and so is random.SystemRandom, which has no state.
     """
     found: dict[int, Any] = {}
     for holder in holders:
@@ -574,7 +594,7 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Puts it back."""
+    """Restores a result of `generator_state`."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):
@@ -603,7 +623,10 @@ def _torch_memory() -> bytes:
 
 
 def _numpy_memory() -> bytes | None:
-    """The second of two normal numbers is in one object; the words and their position are in another."""
+    """Memory of numpy's global generator, of two objects; None if it is not a Mersenne twister.
+
+    One object has the second of two normal numbers; the other one has the words and their position.
+    """
     twister = cast("Any", np.random).get_bit_generator()
     if type(twister) is not np.random.MT19937:
         return None
@@ -611,13 +634,13 @@ def _numpy_memory() -> bytes | None:
 
 
 def _python_memory() -> bytes:
-    """The second of two normal numbers is an attribute."""
+    """Memory of python's global generator, and its attribute with the second of two normal numbers."""
     return _fields(_PYTHON, _random.Random).tobytes() + repr(_PYTHON.gauss_next).encode()
 
 
 @functools.lru_cache(maxsize=4)
 def _fields(one: object, kind: type) -> NDArray[np.uint8]:
-    """The memory of an object without its head, a view: all fields of a class that is written in C."""
+    """The memory of an object behind its head, uint8, a view: all fields of a class that is written in C."""
     head = object.__basicsize__
     memory = (ctypes.c_uint8 * (kind.__basicsize__ - head)).from_address(id(one) + head)
     return np.frombuffer(memoryview(memory), np.uint8)
@@ -645,7 +668,7 @@ def _to_python(state: Any) -> tuple[int, tuple[int, ...], float | None]:
 
 
 def _words(state: Any) -> bytes:
-    """The words of a state, which the generator's memory has unless its objects are not as known here."""
+    """The words of a generator's state, to check that the memory read for the generator contains them."""
     return (state if isinstance(state, torch.Tensor) else state[1][:_WORDS]).numpy().tobytes()
 
 

@@ -39,16 +39,16 @@ from .walk import (
 _SHOWN_NAMES = 8  # in a message
 _AGAIN = "run the script that started it, or use another job="
 _NONE = "none of the model's"
-_GENERATIONS = 2  # an abort goes back by one transaction
+_GENERATIONS = 2  # transactions whose tensors are known: an abort goes back by one
 
 
 class ReplicatedState:
     """The state of a model and its optimizers that is the same on all ranks.
 
     Args:
-        model: its parameters and buffers are saved, except protected ones.
-        optimizers: those with dense parameters are saved, with options and state, except the state of
-            protected parameters; so are optimizers inside them.
+        model: the model; its parameters and buffers are saved, except protected ones.
+        optimizers: the optimizers. Options and state are saved of each optimizer with dense parameters, and
+            of optimizers inside it, except the state of protected parameters.
         protected: the protected parameters.
         left_out: modules whose buffers are not saved.
 
@@ -74,15 +74,15 @@ class ReplicatedState:
         self._fixed = self._fixed_now()
         self._slots: TensorSlots | None = None
         self._walk: CachedWalk | None = None
-        self._outline = Outline({}, [], b"")  # of the last save or load
-        self._layouts: dict[int, Layout] = {}  # by the slot's address
+        self._outline = Outline({}, [], b"")  # outline at the last save or load
+        self._layouts: dict[int, Layout] = {}  # address of a slot -> layout of `_outline` in it
         self._last: tuple[list[torch.Tensor], bytearray] = [], bytearray()  # tensors, numbers of `_outline`
-        self._saved: dict[int, list[torch.Tensor]] = {}  # the tensors saved lately, by transaction
-        self._seen: Fingerprint | None = None  # at the last save or load
+        self._saved: dict[int, list[torch.Tensor]] = {}  # transaction -> its tensors, for the latest ones
+        self._seen: Fingerprint | None = None  # fingerprint at the last save or load
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors now."""
+        """Size of all tensors now, in bytes."""
         _, tensors, _ = self._content(self._now())
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -92,10 +92,14 @@ class ReplicatedState:
         return dict(self._slots_now().tensors), list(self._optimizers)
 
     def save(self, slots: StateStore, transaction: int) -> None:
-        """Writes the state of `transaction`: the share of it that is kept there.
+        """Writes the current state into a slot as that of `transaction`.
+
+        Args:
+            slots: the slots; their share of the state is written.
+            transaction: the transaction, whose label the slot gets last.
 
         Raises:
-            LayoutMismatch: a restart could not restore it.
+            LayoutMismatch: the state has changed in a way that a restart could not restore.
         """
         outline = self._note(transaction, is_new=True)
         tensors, numbers = self._last
@@ -108,10 +112,14 @@ class ReplicatedState:
         slots.seal(transaction)
 
     def load(self, slots: StateStore, transaction: int) -> None:
-        """Restores the state of `transaction`, all of which is kept there, into model and optimizers.
+        """Restores the state of `transaction` into model and optimizers.
 
         The tensors that were saved are written in place. Tensors that replaced them are not overwritten: they
         may have other owners, such as a batch that became a buffer.
+
+        Args:
+            slots: a store that holds the whole state of the transaction.
+            transaction: the transaction.
 
         Raises:
             LayoutMismatch: the model or an optimizer is not the one that was saved.
@@ -122,7 +130,7 @@ class ReplicatedState:
         self._note(transaction, is_new=False)
 
     def moved(self) -> dict[str, str]:
-        """What is not as it was saved or loaded last, and how."""
+        """The changes since the last save or load: the changed item -> the change, as text."""
         if self._seen is None:
             return {}
         return self._now().fingerprint.moved_since(self._seen, self._outline.names)
@@ -137,8 +145,9 @@ class ReplicatedState:
 
         Args:
             outline: the state without its tensors.
-            tensors: its tensors.
-            own: the only tensors that are written in place; by default all of the model's.
+            tensors: the state's tensors; read.
+            own: the only buffers and optimizer tensors that are written in place; None for all of the model's
+                and none of the optimizers'. The model's parameters are always written in place.
 
         Raises:
             LayoutMismatch: the model or an optimizer is not the one that was saved.
@@ -154,7 +163,7 @@ class ReplicatedState:
     def digest(self) -> int:
         """A checksum of the state, below 2**32: equal on all ranks as long as the replicas agree.
 
-        Composition and numbers are those of the last save or load; tensors have their present values.
+        Outline and numbers are those of the last save or load; tensors have their present values.
         """
         tensors, numbers = self._last
         digest = zlib.crc32(numbers, zlib.crc32(self._outline.head))
@@ -163,14 +172,22 @@ class ReplicatedState:
         return digest
 
     def whole(self) -> NDArray[np.uint8]:
-        """The state that `digest` is of, in one piece, like the content of a slot that holds all of it."""
+        """The state of which `digest` is the checksum, as in a slot with all slices: uint8 [bytes], new."""
         tensors, numbers = self._last
         memory = np.empty(self._outline.size_bytes(), np.uint8)
         self._outline.lay_out(memory, tensors).save(tensors, numbers)
         return memory
 
     def _note(self, transaction: int, *, is_new: bool) -> Outline:
-        """Notes the state now as that of a transaction; if it `is_new`, raises as `save`."""
+        """Records outline, tensors and fingerprint of the current state as those of a transaction.
+
+        Args:
+            transaction: the transaction.
+            is_new: whether the state is to be saved; then a change that a restart could not restore raises.
+
+        Raises:
+            LayoutMismatch: as `save`.
+        """
         walk = self._now(forms=True)
         value, tensors, numbers = self._content(walk)
         outline = self._outline
@@ -189,8 +206,12 @@ class ReplicatedState:
         return outline
 
     def _now(self, *, forms: bool = False) -> CachedWalk:
-        """The state now, except extra state; without `forms`, those of tensors may be older."""
-        walk, self._walk = self._walk, None  # a refresh that fails may leave it half taken over
+        """A walk of the current state, except extra state.
+
+        Args:
+            forms: whether the dtypes, shapes and devices in the walk's value have to be the current ones.
+        """
+        walk, self._walk = self._walk, None  # a refresh that fails may leave the walk half updated
         if walk is None or not walk.refresh(forms=forms):
             slots = self._slots_now()
             walk = CachedWalk(slots, self._collect(slots), self._optimizers)
@@ -204,7 +225,7 @@ class ReplicatedState:
         return slots
 
     def _content(self, walk: CachedWalk) -> tuple[dict[str, Any], list[torch.Tensor], bytearray]:
-        """The state with placeholders, its tensors and its numbers, also those of extra state."""
+        """The state with placeholders, its tensors and its numbers, each with those of extra state."""
         value, tensors, numbers = walk.value, walk.fingerprint.tensors, walk.numbers
         if not walk.slots.extra:
             return value, tensors, numbers
@@ -254,7 +275,7 @@ class ReplicatedState:
         return [one for one in parameters_of(optimizer) if id(one) not in self._protected]
 
     def _fixed_now(self) -> dict[str, object]:
-        """The properties that may not change: a restart begins with those of the script's model."""
+        """The properties that may not change, as a restart begins with the script's model: name -> value."""
         parameters = ((n, one) for n, one in self._model.named_parameters() if id(one) not in self._protected)
         fixed: dict[str, object] = {
             name: None if nn.parameter.is_lazy(one) else (one.dtype, one.shape) for name, one in parameters
@@ -282,7 +303,7 @@ class ReplicatedState:
             )
 
     def _check_fits(self, saved: dict[str, Any], slots: TensorSlots) -> None:
-        """Raises LayoutMismatch unless the saved state fits; called before anything is written."""
+        """Raises LayoutMismatch unless the saved state fits the model. Called before anything is written."""
         old, now = saved["model"].keys(), {*slots.tensors, *slots.empty, *slots.shared}
         made = saved.get("appeared", {})
         missing = sorted(name for name in old - now if name not in made or not has_room(self._model, name))
@@ -363,7 +384,7 @@ class ReplicatedState:
 
 
 def _shown(names: Sequence[str]) -> str:
-    """The first names, for a message."""
+    """The first names, for an error message."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return f"{', '.join(names[:_SHOWN_NAMES])}{more}" if names else "none"
 
@@ -415,7 +436,7 @@ def _raw(tensor: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def _overwrite_(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Copies values into a tensor. One that was made in inference mode is written in that mode alone."""
+    """Copies values into a tensor. A tensor made in inference mode can be written only in that mode."""
     if tensor.is_inference():
         with torch.inference_mode():
             return tensor.copy_(values)
@@ -423,7 +444,17 @@ def _overwrite_(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _put(now: Any, then: Any, parameter: torch.Tensor | None, ours: Collection[int]) -> Any:
-    """Saved state, in our current tensors where possible: a CUDA graph may have their addresses."""
+    """Saved state, in the current tensors where possible, as a CUDA graph may have their addresses.
+
+    Args:
+        now: the current value.
+        then: the saved value; read.
+        parameter: the tensor whose device new tensors go to if they were on an accelerator; None for the CPU.
+        ours: ids of the tensors that may be overwritten.
+
+    Returns:
+        The current tensors where they are overwritten, copies elsewhere.
+    """
     if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor) and id(now) in ours:
         if _takes(now, then):
             return _overwrite_(now, then)
@@ -435,7 +466,7 @@ def _put(now: Any, then: Any, parameter: torch.Tensor | None, ours: Collection[i
 
 
 def _copied(value: Any, parameter: torch.Tensor | None) -> Any:
-    """Saved state with cloned tensors; those of an accelerator go to the parameter's."""
+    """Saved state with copied tensors; a tensor saved from an accelerator goes to the parameter's device."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         if parameter is None or getattr(tensor, "ecemb_device", "cpu") == "cpu":

@@ -1,11 +1,11 @@
 """State as bytes that are read without pickle: plain values and tensors, by torch.save.
 
-Packed state is read with torch.load(weights_only=True), so its types are checked when it is packed, not when
-it is needed. What comes back has the types that it had: numpy's scalars are packed with their dtype, and
-mappings that torch.load doesn't read are refused. Equal structures have equal bytes.
+Packed state is read with torch.load(weights_only=True), so types are checked when state is packed, not when
+it is read after a failure. Values have the same types when they are read: numpy's scalars are packed with
+their dtype, and mappings that torch.load doesn't read are refused. Equal structures have equal bytes.
 
 torch.save takes a third of a millisecond, so state that is packed in each step goes through a `Packer`, which
-needs it only for structures that have changed.
+calls torch.save only for structures that have changed.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ..errors import ConfigurationError, InconsistentArenas
 
 _PLAIN = (bool, int, float, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
-_IN_NUMPY = (bool, int, float, complex, str, bytes)  # what a numpy scalar is packed as
+_IN_NUMPY = (bool, int, float, complex, str, bytes)  # types that a numpy scalar's value is packed as
 _SMALL_BYTES = 256
 _SMALL = "ecemb.state.serialize: a small tensor"
 _EMPTY = "ecemb.state.serialize: no bytes"
-_NUMPY = "ecemb.state.serialize: a numpy scalar"  # its dtype and its value follow
+_NUMPY = "ecemb.state.serialize: a numpy scalar"  # in a tuple with the scalar's dtype and value
 _APART, _AGAIN = (f"ecemb.state.serialize: {what}" for what in ("a tensor's bytes", "a tensor again"))
-_SIZES = struct.Struct("<II")  # of the values and of the outline, which follow
+_SIZES = struct.Struct("<II")  # sizes of the values and of the outline, which follow
 INT64 = range(-(1 << 63), 1 << 63)
-"""The ints that are packed as a word."""
-_CODES: dict[type, str] = {int: "q", float: "d"}  # of struct
+"""The ints that are packed as a word of 8 bytes."""
+_CODES: dict[type, str] = {int: "q", float: "d"}  # struct's format characters
 
 WAY_OUT = (
     "End the job and remove this rank's arena (python -m ecemb arenas ls shows its path): then it counts as "
     "lost, and is rebuilt"
 )
-"""The remedy for damaged packed bytes, for the end of an error message."""
+"""What to do about damaged packed bytes, as the end of an error message."""
 
 
 def plain(
@@ -48,17 +48,17 @@ def plain(
     at: str = "state",
     on_number: Callable[[int | float], object] | None = None,
 ) -> Any:
-    """A copy of a nested structure, in types that torch.load reads; `with_scalars` puts numpy's scalars back.
+    """A copy of a nested structure in types that torch.load reads; `with_scalars` restores numpy's scalars.
 
     Args:
         value: dicts, lists and tuples of tensors, numbers, numpy's scalars, strings, None.
         on_tensor: returns the replacement of each tensor, in order; by default the tensor itself.
-        at: the place of the value, for the error.
+        at: the place of the value, for the error's message.
         on_number: returns the replacement of each int and float that is not a key, in order; by default the
             number itself.
 
     Raises:
-        ConfigurationError: a value has another type; the message has its place.
+        ConfigurationError: a value has another type; the message names its place.
     """
     try:
         return _copy(value, on_tensor, on_number)
@@ -67,7 +67,7 @@ def plain(
 
 
 class NotPlainError(Exception):
-    """A value has a type that `load` doesn't read. `_refusal` finds its place."""
+    """A value has a type that `load` doesn't read. `_refusal` finds the value's place."""
 
 
 def _copy(
@@ -75,7 +75,7 @@ def _copy(
     on_tensor: Callable[[torch.Tensor], object] | None = None,
     on_number: Callable[[int | float], object] | None = None,
 ) -> Any:
-    kind = type(value)  # in each step thousands of times: the types that are many come first
+    kind = type(value)  # called thousands of times in each step: frequent types come first
     if kind is str:
         return sys.intern(value)  # torch.save writes each string object only once
     if kind is int or kind is float:
@@ -101,12 +101,16 @@ def _copy(
 
 
 def kind_of(one: object) -> str:
-    """The full name of its class."""
+    """The full name of an object's class."""
     return f"{type(one).__module__}.{type(one).__qualname__}"
 
 
 def plain_key(key: Any) -> Any:
-    """A key of a dict: a numpy scalar is found by the python value that equals it, if one does."""
+    """A plain key of a dict; for a numpy scalar the python value with the same hash that equals it.
+
+    Raises:
+        NotPlainError: the key has another type, or no python value equals it.
+    """
     if not isinstance(key, np.generic):
         return _copy(key)
     item = _item(key)
@@ -116,13 +120,13 @@ def plain_key(key: Any) -> Any:
 
 
 def with_scalars(value: Any) -> Any:
-    """A copy of a result of `plain`, or of `load`, in which numpy's scalars are what they were."""
+    """A copy of a result of `plain` or `load`, with numpy's scalars in the place of their tuples."""
     return replaced(value, _is_scalar, lambda one: _scalar(*one[1:]))
 
 
 def _item(scalar: np.generic) -> Any:
-    """A numpy scalar as a value of python; None if none has all that it is."""
-    if isinstance(scalar, (bytes, str)):  # item() cuts zeros off at their ends
+    """The python value of a numpy scalar; None for a structured scalar."""
+    if isinstance(scalar, (bytes, str)):  # item() would cut off zeros at the end
         return bytes(scalar) if isinstance(scalar, bytes) else str.__str__(scalar)
     return None if isinstance(scalar, np.void) else scalar.item()
 
@@ -137,14 +141,14 @@ def _is_scalar(value: Any) -> bool:
 
 
 def like(value: Mapping[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """Items as a dict of the mapping's type, if `load` reads that type."""
+    """The items as an OrderedDict or Counter if `value` is one, otherwise as they are."""
     if type(value) is OrderedDict:
         return OrderedDict(items)
     return Counter(items) if type(value) is Counter else items
 
 
 def replaced(value: Any, known: Callable[[Any], bool], make: Callable[[Any], object]) -> Any:
-    """A copy of a structure of dicts, lists and tuples, with `make(one)` in place of each `known` item."""
+    """A copy of a structure of dicts, lists and tuples, with `make(item)` for each item that is `known`."""
     if known(value):
         return make(value)
     if isinstance(value, dict):
@@ -157,7 +161,7 @@ def replaced(value: Any, known: Callable[[Any], bool], make: Callable[[Any], obj
 
 
 def _refusal(value: Any, at: str) -> ConfigurationError:
-    """The error for the first value that `_copy` refuses, with its place."""
+    """The error for the first value that `_copy` refuses; its message names the value's place."""
     parts: list[tuple[Callable[[Any], object], Any, str]] = []
     if isinstance(value, Mapping):
         mapping = cast("Mapping[Any, Any]", value)
@@ -177,7 +181,7 @@ def _refusal(value: Any, at: str) -> ConfigurationError:
 
 
 def dump(value: object) -> bytes:
-    """The result of `plain` as bytes."""
+    """Packs a result of `plain` into bytes."""
     buffer = io.BytesIO()
     torch.save(replaced(_copy(value, _inlined), _is_empty, lambda _: (_EMPTY,)), buffer)
     return buffer.getvalue()
@@ -193,17 +197,22 @@ def load(data: bytes) -> Any:
 
 
 class Packer:
-    """Packs a structure again and again.
+    """Packs a structure repeatedly, such as once in each step.
 
-    Numbers, and the bytes of tensors, lie one after another in front. The outline follows, by `dump`: the
-    structure with zeros for its numbers and placeholders for tensors. It is dumped only if it has changed.
+    Packed bytes begin with the numbers and the tensors' bytes, one after another. The outline follows, by
+    `dump`: the structure with zeros for its numbers and placeholders for tensors. The outline is dumped only
+    if it has changed.
     """
 
     def __init__(self) -> None:
-        self._outline: tuple[str, bytes] = ("", b"")  # what it was packed from, and the result
+        self._outline: tuple[str, bytes] = ("", b"")  # text of the last outline, and its dumped bytes
 
     def pack(self, value: object, at: str = "state") -> bytes:
-        """The result of `plain` as bytes, for `unpacked`.
+        """Packs a structure into bytes that `unpacked` reads.
+
+        Args:
+            value: as for `plain`.
+            at: the place of the value, for the error's message.
 
         Raises:
             ConfigurationError: as `plain`.
@@ -232,7 +241,11 @@ def unpacked(data: bytes) -> Any:
 
 
 class _Taken:
-    """Numbers and tensors of a structure, in order."""
+    """Collects the numbers and tensors of a structure, in order.
+
+    Attributes:
+        has_left_tensors: whether a tensor stays in the structure, because only torch.save keeps all of it.
+    """
 
     def __init__(self) -> None:
         self.has_left_tensors: bool = False
@@ -241,7 +254,7 @@ class _Taken:
         self._known: dict[tuple[object, ...], int] = {}
 
     def take_number(self, number: int | float) -> object:
-        """A placeholder. An int of more than 64 bits is packed as bytes."""
+        """Collects a number, and returns its placeholder. An int of more than 64 bits is packed as bytes."""
         if type(number) is int and number not in INT64:
             self._values.append(number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True))
         else:
@@ -249,9 +262,10 @@ class _Taken:
         return 0
 
     def take_tensor(self, tensor: torch.Tensor) -> object:
-        """A placeholder; the tensor itself if only torch.save keeps all of it.
+        """Collects a tensor, and returns its placeholder.
 
-        A large tensor that several have, as positions of loaders do, is taken once.
+        A tensor that only torch.save keeps completely is not collected, and returned itself. A large tensor
+        that occurs several times, as in the positions of loaders, is collected once.
         """
         if not _is_small(tensor):
             if not _is_ordinary(tensor):
@@ -265,7 +279,7 @@ class _Taken:
         return (_APART, tensor.dtype, list(tensor.shape))
 
     def packed(self) -> tuple[str, bytes]:
-        """The format of struct, and the values in it."""
+        """The collected values: struct's format, and the packed bytes."""
         codes = "<" + "".join([_CODES.get(type(one)) or f"{len(cast('Any', one))}s" for one in self._values])
         return codes, struct.pack(codes, *self._values)
 
@@ -282,7 +296,10 @@ def _read(data: bytes, load: Callable[[bytes], Any]) -> Any:
 
 
 def _inlined(tensor: torch.Tensor) -> object:
-    """A small tensor as text: torch.save writes a file for each tensor, which takes most of its time."""
+    """A small tensor as a tuple with its bytes as text; a larger tensor itself.
+
+    torch.save writes a file for each tensor, which takes most of its time.
+    """
     if not _is_small(tensor):
         return tensor
     return (_SMALL, tensor.dtype, list(tensor.shape), _bytes(tensor).decode("latin-1"))
@@ -293,7 +310,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is known by its type, its shape and its bytes."""
+    """Whether a tensor is fully described by its dtype, its shape and its bytes."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -311,7 +328,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _load(data: bytes) -> Any:
-    """The inverse of `dump`, but with numpy's scalars as `plain` has them."""
+    """The inverse of `dump`, except for numpy's scalars, which stay tuples as in a result of `plain`."""
     read = torch.load(io.BytesIO(data), map_location=_own_device, weights_only=True)
     known = (_SMALL,), (_EMPTY,)
     return replaced(read, lambda one: type(one) is tuple and one[:1] in known, _tensor)
@@ -349,12 +366,12 @@ def _is_placeholder(value: Any) -> bool:
 def _own_device(storage: Any, place: str) -> Any:
     """Loads a storage from `place` to this process's device, which may have another number."""
     if not place.startswith("cuda"):
-        return None  # the default of torch
+        return None  # torch's default
     return storage.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else storage
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether it is b"": torch.load(weights_only=True) refuses what torch.save makes of it."""
+    """Whether the value is b"", which torch.load(weights_only=True) refuses."""
     return type(value) is bytes and not value
 
 

@@ -1,9 +1,9 @@
-"""One walk through replicated state: its tensors and numbers, their places, and what has changed since.
+"""A walk through replicated state: collects its tensors and numbers with their places, and detects changes.
 
-A walk copies and compares thousands of values, and a step looks at all state twice. So a walk is kept, and
-looked at again: whether each dict and list that it went through has the same objects in the same places. If
-only numbers and tensors have changed in their places, the walk takes them over; otherwise another one is
-needed. All that has to know of a change reads the walk.
+A walk copies and compares thousands of values, and a step reads all state twice. So a walk is cached, and
+refreshed: it compares whether each dict and list that it went through holds the same objects in the same
+places. If only numbers and tensors have been replaced, the walk takes the new ones over; otherwise another
+walk is needed. The cached walk is the only detector of changes: other modules read it.
 
 A tensor has changed if it is another object or has another version counter. Writes that torch doesn't count
 (through `.data` or numpy) are not detected.
@@ -38,10 +38,10 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 
 SAME = "ecemb.same"
-"""(this, name) in a walk's value: a buffer that shares the tensor of that name."""
+"""(SAME, name) in a walk's value stands for a buffer that shares the tensor of that name."""
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 _version = attrgetter("_version")
-_form = attrgetter("dtype", "shape", "device")  # all that an outline has of a tensor and that can change
+_form = attrgetter("dtype", "shape", "device")  # the properties of a tensor that its placeholder has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Fingerprint:
 
     Attributes:
         tensors: all tensors, in the order of `flatten.separated`, except those of extra state.
-        versions: their version counters.
+        versions: version counters of the tensors.
         rest: all other values except options.
         options: options of each parameter group of each optimizer; copies, except tensors.
         kinds: class names of the optimizers.
@@ -65,7 +65,7 @@ class Fingerprint:
     def moved_since(self, then: Fingerprint, names: Sequence[str]) -> dict[str, str]:
         """The changes since an earlier moment: the changed item -> the change, as text.
 
-        All changes that are not of options are one item, "replicated state".
+        All changes except those of options are one item, "replicated state".
 
         Args:
             then: the fingerprint of the earlier moment.
@@ -96,16 +96,16 @@ class TensorSlots:
     """The places of a model's dense parameters and buffers in its modules.
 
     A tensor may have several places (tied weights, shared buffers): it is listed under its first name, and
-    the other places are known to share it.
+    buffers in its other places are listed as `shared`.
 
     Args:
-        model: walked once.
-        protected: ids of its parameters that are left out.
+        model: the model.
+        protected: ids of parameters that are left out.
         left_out: modules whose buffers are left out.
 
     Attributes:
-        tensors: the present tensors by name, each once.
-        shared: name of each buffer that shares such a tensor -> the tensor's name.
+        tensors: the current tensors by name, each once.
+        shared: name of each buffer that shares one of `tensors` -> the tensor's name.
         empty: names of buffers that are None.
         buffers: names of all places for buffers -> whether they are in the model's state_dict.
         extra: modules with extra state, by name.
@@ -131,13 +131,13 @@ class TensorSlots:
         self._distinct = self._containers.count_distinct()
         self.tensors: dict[str, torch.Tensor] = _found(model, protected, left_out)
         self._at: dict[str, tuple[dict[str, Any], str]] = {}
-        self._replaceable: dict[int, str] = {}  # of buffers, each the only place of its tensor -> their names
+        self._replaceable: dict[int, str] = {}  # place in containers -> name of the tensor, if only there
         for name, tensor in self.tensors.items():
             (held, key, place), *others = places.get(id(tensor), [({}, "", -1)])
             self._at[name] = held, key
             if held and not others and type(tensor) is torch.Tensor:
                 self._replaceable[place] = name
-        self._has_hidden = not all(held for held, _ in self._at.values())  # as a ScriptModule's
+        self._has_hidden = not all(held for held, _ in self._at.values())  # a ScriptModule hides its tensors
         first = self.names()
         self.buffers: dict[str, bool] = {}
         self.shared: dict[str, str] = {}
@@ -155,17 +155,18 @@ class TensorSlots:
         return {id(tensor): name for name, tensor in self.tensors.items()}
 
     def refresh(self) -> bool:
-        """Whether these are still the model's slots. Tensors that are new in their places are taken over.
+        """Takes over new tensors in the places of buffers; returns whether all else is unchanged.
 
-        False if modules, parameters or buffers came or went, if others share a tensor than before, or if a
-        parameter is another one.
+        Returns:
+            False if modules, parameters or buffers were added or removed, if other places share a tensor than
+            before, or if a parameter was replaced: then other `TensorSlots` are needed.
         """
         changed = self._containers.changed()
         if changed is None or not all(at in self._replaceable and _is_dense(now) for at, _, now in changed):
             return False
         if changed:
             if self._containers.count_distinct() != self._distinct:
-                return False  # one of them is in another place as well
+                return False  # a new tensor is in another place as well
             self.tensors = self.tensors | {self._replaceable[at]: now for at, _, now in changed}
             self._containers.note()
         if not self._has_hidden:
@@ -174,12 +175,18 @@ class TensorSlots:
         return [*found] == [*self.tensors] and all(map(is_, found.values(), self.tensors.values()))
 
     def at(self, name: str) -> torch.Tensor | None:
-        """The current content of a place."""
+        """The current tensor in the place of this name; None if the buffer is empty."""
         held, key = self._place(name)
         return held[key]
 
     def put(self, name: str, value: torch.Tensor | None, *, persistent: bool = True) -> None:
-        """Puts a tensor or None in the place of a buffer; creates a missing place."""
+        """Stores a tensor or None in the place of a buffer; registers the buffer if the place is missing.
+
+        Args:
+            name: the buffer's name.
+            value: its new content.
+            persistent: whether a registered buffer is in the model's state_dict.
+        """
         held, key = self._place(name)
         if key in held:
             held[key] = value
@@ -204,22 +211,22 @@ class TensorSlots:
 
 
 class CachedWalk:
-    """Replicated state as a walk has found it, or as it was when `refresh` was last true.
+    """Replicated state at the time of the walk, or of the last `refresh` that returned True.
 
     Args:
-        slots: those of the model.
+        slots: the places of the model's tensors.
         collected: the state, nested: "model", and for each of `optimizers` its "options", the "state" of its
-            parameters by index, "others" (its state under other keys) and values that decide nothing.
-        optimizers: those of the state.
+            parameters by index, its state under "others" keys, and values that are not watched.
+        optimizers: the optimizers of the state.
 
     Attributes:
-        slots: as given; their tensors may be newer.
-        value: the state with placeholders for tensors and numbers, as `flatten.separated` gives it.
-        numbers: its numbers, as `flatten.separated` gives them; never overwritten.
-        fingerprint: of the state.
+        slots: the places of the model's tensors; these may be newer than the walk.
+        value: the state with placeholders for tensors and numbers, as `flatten.separated` returns it.
+        numbers: the state's numbers, as `flatten.separated` returns them; a refresh replaces the object.
+        fingerprint: fingerprint of the state.
 
     Raises:
-        ConfigurationError: a value could not be read back, or is sparse.
+        ConfigurationError: a value has a type that can't be packed, or a tensor is sparse.
     """
 
     def __init__(self, slots: TensorSlots, collected: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
@@ -229,7 +236,7 @@ class CachedWalk:
         self._separator = Separator()
         self._rest: list[object] = []
         self._tensors_at: dict[int, int] = {}  # place in containers -> index of the tensor
-        self._numbers_at: dict[int, tuple[int, int | None]] = {}  # -> first byte in numbers, index in rest
+        self._numbers_at: dict[int, tuple[int, int | None]] = {}  # place -> offset in numbers, index in rest
         try:
             self.value: dict[str, Any] = {
                 "model": {name: self._leaf(one) for name, one in collected["model"].items()},
@@ -237,7 +244,7 @@ class CachedWalk:
                 **{key: self._leaf(one) for key, one in collected.items() if key == "appeared"},
             }
         except (ConfigurationError, NotPlainError):
-            separated(collected)  # raises as well, and names the place
+            separated(collected)  # raises an error that names the value's place
             raise
         self._containers.note()
         self._roots = self._roots_now()
@@ -248,12 +255,13 @@ class CachedWalk:
         self._forms = [*map(_form, tensors)]
 
     def refresh(self, *, forms: bool) -> bool:
-        """Whether certainly only numbers and tensors have changed in their places; then they are taken over.
-
-        Otherwise the walk is of no use any more.
+        """Takes over numbers and tensors that were replaced; returns whether nothing else can have changed.
 
         Args:
-            forms: whether types, shapes and devices of tensors also have to be as they were.
+            forms: whether to return False as well if a dtype, shape or device of a tensor has changed.
+
+        Returns:
+            False if other changes are found or can't be ruled out: then the walk must not be used any more.
         """
         if not self.slots.refresh() or not all(map(is_, self._roots_now(), self._roots)):
             return False
@@ -276,7 +284,18 @@ class CachedWalk:
         return not forms or [*map(_form, tensors)] == self._forms
 
     def _take(self, at: int, then: Any, now: Any, tensors: list[torch.Tensor], rest: list[object]) -> bool:
-        """Takes over what is new in a place; False if that can't be."""
+        """Takes over the new object in a place, if it is a tensor or a number like the one before.
+
+        Args:
+            at: the place in the containers.
+            then: the object before.
+            now: the new object.
+            tensors: the fingerprint's tensors; one is replaced.
+            rest: the fingerprint's other values; one is replaced.
+
+        Returns:
+            Whether the new object fits in the place.
+        """
         if at in self._tensors_at and _is_dense(now):
             tensors[self._tensors_at[at]] = now
             return True
@@ -318,12 +337,12 @@ class CachedWalk:
         return value
 
     def _visit(self, value: Any, at: int | None = None, *, counted: bool = True) -> Any:
-        """Watches all containers of a value, and takes its tensors and numbers.
+        """Watches all containers of a value, and takes out its tensors and numbers.
 
         Args:
-            value: of the state.
-            at: its place in the containers.
-            counted: whether it is in the fingerprint's rest; options are not.
+            value: a part of the state.
+            at: the value's place in the containers; None if it has none.
+            counted: whether the value is added to the fingerprint's rest; options are not.
 
         Returns:
             A copy with placeholders.
@@ -341,7 +360,7 @@ class CachedWalk:
         return self._leaf(value, at, counted=counted)
 
     def _leaf(self, value: Any, at: int | None = None, *, counted: bool = True) -> Any:
-        """As `_visit`, of a value whose containers are not watched."""
+        """As `_visit`, without watching the value's containers."""
         if isinstance(value, torch.Tensor):
             if at is not None:
                 self._tensors_at[at] = len(self._separator.tensors)
@@ -354,17 +373,17 @@ class CachedWalk:
 
 
 class _Containers:
-    """Dicts and lists, to see whether they hold the same objects in the same places later.
+    """Detects whether dicts and lists hold other objects than noted.
 
-    If one has another type, that can't be said.
+    A watched container of another type could change unnoticed: then `changed` returns None.
     """
 
     def __init__(self) -> None:
         self._is_certain = True
         self._filled: list[Any] = []
         self._empty: list[Any] = []
-        self._views: list[Any] = []  # live: all keys and values
-        self._size = 0  # of the views together
+        self._views: list[Any] = []  # lists, and live views of the dicts' keys and values
+        self._size = 0  # number of objects in all views
         self._lengths: list[int] = []
         self._held: list[Any] = []
 
@@ -383,13 +402,13 @@ class _Containers:
         return range(self._size - size, self._size)
 
     def note(self) -> None:
-        """What they hold now is what later content is compared with."""
+        """Notes the objects that the containers hold now, for `changed`."""
         self._lengths, self._held = [*map(len, self._filled)], [*self._holding()]
 
     def changed(self) -> list[tuple[int, Any, Any]] | None:
-        """The places that hold another object than noted: place, noted object, other one.
+        """The places that hold another object than noted: (place, noted object, current object).
 
-        None if there are other places than then.
+        None if a container has another length than noted, or one has a type that can't be watched.
         """
         if not self._is_certain or any(self._empty) or [*map(len, self._filled)] != self._lengths:
             return None
@@ -399,7 +418,7 @@ class _Containers:
         return [(at, then, now) for at, (then, now) in pairs if then is not now]
 
     def count_distinct(self) -> int:
-        """The number of different objects that they hold now."""
+        """The number of different objects that the containers hold now."""
         return len({*map(id, self._holding())})
 
     def _holding(self) -> Iterator[Any]:
@@ -457,14 +476,14 @@ def _all_in(modules: Sequence[nn.Module]) -> set[int]:
 
 
 def _dicts(module: nn.Module) -> list[dict[str, Any]]:
-    """The module's own dicts of parameters, buffers and modules. A ScriptModule hides them."""
+    """The module's own dicts of parameters, buffers and modules; empty for a ScriptModule, which hides its."""
     if isinstance(module, torch.jit.ScriptModule):
         return [{}, {}, {}]
     return [vars(module)[name] for name in ("_parameters", "_buffers", "_modules")]
 
 
 def _versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Version counters of tensors; -1 for those that have none."""
+    """Version counters of tensors; -1 for inference tensors, which have none."""
     try:
         return [*map(_version, tensors)]
     except RuntimeError:  # an inference tensor has none
@@ -476,7 +495,7 @@ def _options_of(optimizers: Sequence[Any]) -> list[list[dict[str, Any]]]:
 
 
 def _is_dense(value: Any) -> bool:
-    """Whether it is a tensor that may take another one's place."""
+    """Whether the value is a dense plain tensor, which may replace another one in its place."""
     return type(value) is torch.Tensor and value.layout is torch.strided
 
 
@@ -486,7 +505,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _is_numeric(value: Any) -> bool:
-    """Whether it is a number, or a tuple of nothing but numbers."""
+    """Whether the value is a number, or a tuple of numbers with at least one."""
     items = _items(value)
     return bool(items) and all(is_number(_plain(item)) for item in items)
 
@@ -536,7 +555,10 @@ def check_modules(model: nn.Module) -> None:
 
 
 def check_optimizers(optimizers: Iterable[Any]) -> None:
-    """Raises ConfigurationError if state is partitioned over ranks; logs state that may be left out."""
+    """Raises ConfigurationError if an optimizer's state is partitioned over ranks.
+
+    Logs optimizers that override state_dict(): state in their other attributes is not saved.
+    """
     for optimizer in optimizers:
         kind = type(optimizer)
         if any(one.__name__ == "ZeroRedundancyOptimizer" for one in kind.__mro__):

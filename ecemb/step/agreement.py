@@ -250,7 +250,7 @@ class Agreement:
         decision.swapped = True
 
     def _run(self, decision: Decision, swap: Channels, what: str, *, all_sent: bool) -> None:
-        """Exchanges to the end, and only then raises a signal handler's error; a rank's death ends it early."""
+        """Exchanges to the end, and only then raises a signal handler's error; a rank's death ends it."""
         try:
             to_the_end(partial(swap.run, what, all_sent=all_sent), PeerFailure)
         except PeerFailure:

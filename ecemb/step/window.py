@@ -198,7 +198,7 @@ class Window:
         return statistics.median(b - a for a, b in itertools.pairwise(tuple(self._began)))
 
     def _adapt(self, commit_s: float, step_s: float) -> None:
-        """Chooses again when a commit's or step's time is beyond `LESS` or `MORE` times that of the choice."""
+        """Chooses again when a commit's or step's time is beyond `LESS` or `MORE` times its old value."""
         now_s, ratio = step_s, 1.0
         if len(self._began) > MEASURED:
             now_s = self._step_s()
