@@ -1,7 +1,8 @@
-"""A rebuild beside training, as the step and the guard see it (docs/protocol.md, 9).
+"""The interface of a rebuild beside training to the step and the guard (docs/protocol.md, 9).
 
-A replacement rank begins to train without its rows and parity. It asks the ranks that hold them
-(`ecemb.recovery.requester`), and they answer (`ecemb.recovery.server`), until no rank lacks anything.
+A replacement rank begins to train without its rows and parity. It requests them from the ranks that hold the
+other blocks of their stripes (`ecemb.recovery.requester`), and these answer (`ecemb.recovery.server`), until
+all ranks have all rows and parity.
 
 Must not know: what a step is, and how ranks agree.
 """
@@ -18,21 +19,25 @@ from .plan import RecoveryPlan
 
 
 def partners(plan: RecoveryPlan, rank: int) -> list[int]:
-    """The holders that a replacement rank asks, or the replacement ranks that ask a holder, ascending."""
+    """The ranks that a rank exchanges requests with in a rebuild beside training, ascending.
+
+    A replacement rank's partners are the holders of the blocks that it needs; a holder's partners are the
+    replacement ranks that need its blocks.
+    """
     pairs = {(task.rank, holder) for task in plan.rebuild for _, holder in task.sources}
     return sorted({a if b == rank else b for a, b in pairs if rank in (a, b)})
 
 
 class Background:
-    """A rank's part in a rebuild beside training. This class is the part of a rank when none is rebuilt.
+    """A rank's part in a rebuild beside training. This base class is the part when no rank is rebuilt.
 
     Args:
         requests: connections with the rank's `partners`; None if no rank is rebuilt.
-        threads: that ask or answer.
+        threads: the threads that send requests, or answer them.
 
     Attributes:
-        is_over: whether all ranks are known to lack nothing.
-        at_end: called when that is known.
+        is_over: whether all ranks are known to have all rows and parity, or this process ends.
+        at_end: called when `is_over` becomes True.
     """
 
     def __init__(self, requests: Mesh | None = None, threads: Sequence[threading.Thread] = ()) -> None:
@@ -46,54 +51,57 @@ class Background:
         return False
 
     def ensure(self, table: int, ids: Ids) -> None:
-        """Waits until rows are there. The training's thread, between `resume` and `pause`.
+        """Waits until rows are rebuilt. Called by the training's thread, between `resume` and `pause`.
 
         Args:
-            table: by its index in `RowSpace.named`, as for capture.
-            ids: int64 [m], in any order, repeats allowed; read.
+            table: the table's index in `RowSpace.named`, as for capture.
+            ids: rows, int64 [m], in any order, repeats allowed; read.
 
         Raises:
-            PeerFailure: a rank that holds them died; the next start rebuilds again.
+            PeerFailure: a rank that holds blocks of their stripes died; the next start rebuilds again.
         """
 
     def ensure_all(self, table: int | None = None) -> None:
-        """Waits until all rows of a table are there; without a table, until nothing is lacking.
+        """Waits until all rows of a table are rebuilt; without a table, until all rows and parity are.
 
         Raises:
-            PeerFailure: a rank that holds them died; the next start rebuilds again.
+            PeerFailure: a rank that holds blocks of their stripes died; the next start rebuilds again.
         """
 
     def assert_there(self, table: int, ids: Ids) -> None:
-        """Raises unless rows that are about to be saved and changed are there.
+        """Checks that rows are rebuilt before they are saved in a journal and changed.
 
         Raises:
-            UndeclaredWrite: they were looked up before they were there: with bytes of no step.
+            UndeclaredWrite: a row is not: its lookup did not wait for it, and read bytes that no step wrote.
         """
 
     def pause(self) -> None:
-        """No parity is stored from here until `resume`; called before this rank stores `prepared`.
+        """Stops storing rebuilt parity until `resume`. Called before this rank stores `prepared`.
 
         Raises:
-            EcembError: nothing arrives any more, because a holder refused, or has ended.
+            EcembError: the rebuild has failed, because a holder refused a request, or died.
         """
 
     def resume(self) -> None:
-        """Parity is stored again, as of the transaction that this rank has committed last."""
+        """Allows rebuilt parity to be stored again, as of this rank's last committed transaction.
+
+        Called after this rank has committed or undone the transaction for which it called `pause`.
+        """
 
     def stats(self) -> dict[str, Any]:
-        """What is left to rebuild on this rank, and how fast it comes; see `Guard.stats`."""
+        """Rows and bytes left to rebuild on this rank, and their rate; see `Guard.stats`."""
         return {}
 
     def start(self) -> None:
-        """Begins to ask, or to answer."""
+        """Starts the threads."""
         for thread in self._threads:
             thread.start()
 
     def stop(self, wait_s: float = 1.0) -> bool:
-        """Waits for the threads, of which some may wait for other ranks until the connections hang up.
+        """Waits for the threads to end. A thread may wait for another rank until the connections hang up.
 
         Args:
-            wait_s: seconds to wait for each.
+            wait_s: seconds to wait for each thread.
 
         Returns:
             Whether all have ended.
@@ -104,12 +112,12 @@ class Background:
         return not any(thread.is_alive() for thread in self._threads)
 
     def end(self) -> None:
-        """Ends the threads and their connections: no rank lacks anything, or this process ends."""
+        """Ends the threads and connections. Called when all ranks have all rows and parity, or at exit."""
         if self.is_over or self._requests is None:
             return
         self.is_over = True
         self.at_end()
         self.stop()
         self._requests.hang_up()
-        if self.stop():  # else a thread may use the number of a socket once more
+        if self.stop():  # a thread that still runs may use the number of a closed socket
             self._requests.close()

@@ -1,7 +1,7 @@
-"""Carries a plan out: the fresh start, and the recovery (docs/protocol.md, 3.3).
+"""Carries out a plan: the fresh start, and the recovery (docs/protocol.md, 3.3).
 
 Every stage is idempotent: after a failure in the middle, another start makes another plan and runs the same
-stages again. A replacement's arena counts as lost until its state says LIVE, which is its last store.
+stages again. A replacement's arena counts as lost until its state is LIVE, which is its last store.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class RecoveryReport:
         kind: "fresh", "process" (restarted workers, all memory survived), "memory" (ranks were rebuilt),
             "checkpoint" (resumed from one) or "move" (moved from the memory of another number of ranks).
         step: the number of the step to run next.
-        lost: ranks whose memory was rebuilt; in a move, those of the earlier ranks whose rows were decoded.
-        undone_rows: rows that this rank copied back from its journal.
-        redone: whether this rank redid the parity of a step that was decided.
+        lost: ranks whose memory was rebuilt; in a move, the earlier ranks whose rows were decoded.
+        undone_rows: number of rows that this rank copied back from its journals.
+        redone: whether this rank redid the parity of a decided step.
         rebuilt_bytes: bytes of rows, parity and replicated state that this rank received; in a move, all of
             its rows and replicated state.
         seconds: wall time by phase of `protect` on this rank.
         before_s: wall time from the start of this process to `protect`, on this rank: "fork" until a script
             that `ecemb-run` started warm began, "script" for the script's own imports and code (and for the
             interpreter's start, if it was not forked), "rendezvous" for `init_process_group`.
-        moved_from: number of ranks that a move began with; else 0.
-        in_background: whether what was lost is rebuilt beside training: this start did not wait for it.
+        moved_from: number of ranks that a move began with; 0 if there was no move.
+        in_background: whether lost memory is rebuilt beside training; this start did not wait for it.
     """
 
     kind: Kind
@@ -84,7 +84,7 @@ class RecoveryReport:
 
 
 def details(report: RecoveryReport) -> str:
-    """The report with what this rank did, and the time of each phase."""
+    """The report as text, with this rank's undone rows, redone step and received bytes, and all phases."""
     phases = _by_phase(report.seconds)
     if report.before_s:
         phases += f"; before: {_by_phase(report.before_s)}"
@@ -109,7 +109,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Adds the time that the body takes to a phase."""
+        """A `with` block whose wall time is added to a phase."""
         began = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
@@ -122,14 +122,15 @@ def join(
     generation_id: int,
     mark: Callable[[], None] = lambda: None,
 ) -> None:
-    """Makes this arena a member of the generation. All ranks; no state may change before it.
+    """Makes this rank's arena a member of the generation. All ranks; no state may change before it.
 
     Args:
-        memory: this rank's.
+        memory: this rank's memory.
         transport: the control group.
         generation: number of this start.
-        generation_id: its random id.
-        mark: called when all have joined, before the first arena says that the generation is opened.
+        generation_id: random id of this start.
+        mark: called when all ranks have joined, before the first arena is marked as opened in this
+            generation.
     """
     memory.join(generation, generation_id)
     transport.barrier("joining the generation")
@@ -147,9 +148,9 @@ def fill(
     """Fills new arenas; their content becomes the plan's transaction. All ranks.
 
     Args:
-        memory: a new arena in state INIT, joined.
+        memory: this rank's new arena in state INIT, joined.
         transport: the control group.
-        plan: the same on all ranks; it `begins`.
+        plan: the plan, the same on all ranks; its `begins` is True.
         write_initial: fills rows, rank state and the slot of the plan's transaction.
         watch: measures the phases.
     """
@@ -173,18 +174,18 @@ def recover(
     *,
     in_background: bool = False,
 ) -> RecoveryReport:
-    """Brings every rank to the plan's transaction and rebuilds what was lost. All ranks.
+    """Brings every rank to the plan's transaction and rebuilds lost memory. All ranks.
 
     Args:
         memory: this rank's arena: a survivor's, or a replacement's in state REBUILDING; joined.
         transport: the control group.
-        plan: the same on all ranks.
-        watch: Measures the phases.
-        ready: Called for this rank's rows as soon as recovery will not change them any more.
-        in_background: Whether lost rows and parity are left out: replacements stay REBUILDING without them.
+        plan: the plan, the same on all ranks.
+        watch: measures the phases.
+        ready: called with ranges of words of this rank's row space, once recovery will not change them.
+        in_background: whether lost rows and parity are not rebuilt here: replacements stay REBUILDING.
 
     Raises:
-        InconsistentArenas: the rebuilt bytes don't fit the parity, or the data that a rank undoes or redoes
+        InconsistentArenas: the rebuilt bytes don't fit the parity, or a journal that a rank undoes or redoes
             from is damaged: an error on all ranks.
         PeerFailure: a peer died; the next start recovers again.
     """
@@ -229,7 +230,7 @@ def recover(
 
 
 def write_to_header(memory: RankMemory, report: RecoveryReport) -> None:
-    """Writes the report's facts to the arena's header, for `top`."""
+    """Writes kind, step and time of the recovery to the arena's header, for `top`."""
     memory.record_recovery(1 + get_args(Kind).index(report.kind), report.step, report.total_s)
 
 
@@ -241,9 +242,9 @@ def _encode(memory: RankMemory, transport: Transport) -> None:
 
 
 def _encode_again(memory: RankMemory, transport: Transport) -> None:
-    """Computes parity again from rows, some of which were written undeclared. All ranks.
+    """Computes parity again from rows, as some rows were written without being declared. All ranks.
 
-    Every arena is marked meanwhile: a loss of memory in the middle can't be rebuilt.
+    Every arena is marked as undeclared until the end, as memory that is lost in between can't be rebuilt.
     """
     memory.mark_undeclared()
     transport.barrier("before encoding again")
@@ -255,7 +256,11 @@ def _encode_again(memory: RankMemory, transport: Transport) -> None:
 
 
 def _verify(memory: RankMemory, transport: Transport) -> None:
-    """Compares parity with rows at the blocks' beginning, middle and end."""
+    """Compares parity with rows in `SAMPLE_WORDS` words at the blocks' beginning, middle and end. All ranks.
+
+    Raises:
+        InconsistentArenas: they differ on a rank; an error on all ranks.
+    """
     longest = longest_block(memory)
     wrong = [
         f"class {one.stripe_class} in words {start}..{start + SAMPLE_WORDS}"

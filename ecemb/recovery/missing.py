@@ -1,9 +1,9 @@
-"""What a replacement rank still lacks of its rows and its parity (docs/protocol.md, 9.1).
+"""The rows and the parity that a replacement rank still lacks (docs/protocol.md, 9.1).
 
-Owns a bit for each row and for each chunk of a parity block, and the order in which chunks are asked for.
+Owns a bit for each row and for each chunk of a parity block, and the order in which chunks are requested.
 Bytes are stored where the bit is unset, and the bit is set after them. One thread stores, and any thread may
-ask what is there. Must not know: the network, the ranks that have the bytes, and the moments at which they
-may be stored.
+read the bits. Must not know: the network, the ranks that have the bytes, and the moments at which bytes may
+be stored.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ..kernels.contract import Ids, RowSet, Words, check_ids
 from ..memory.rank_memory import RankMemory
 
 CHUNK_WORDS = 1 << 17
-"""1 MiB: of parity there is a bit for each."""
+"""Words of a chunk, 1 MiB. Each chunk of parity has a bit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Neighbouring words of one block, of which some are not there.
+    """Neighbouring words of one block, of which some are missing.
 
     Attributes:
         block: number of the block in its stripe: data 0..k-1, parity k..n-1.
         start: first word, counted from the block's start.
-        stop: end of the words.
-        table: of rows: the table, by its index in `RowSpace.named`; -1 for parity.
-        stripe_class: of parity: the stripe class; -1 for rows.
+        stop: end of the words, counted from the block's start.
+        table: the table's index in `RowSpace.named` for rows; -1 for parity.
+        stripe_class: the stripe class for parity; -1 for rows.
     """
 
     block: int
@@ -44,20 +44,20 @@ class Chunk:
 
     @property
     def is_parity(self) -> bool:
-        """Whether the words are of a parity block."""
+        """Whether the chunk is in a parity block."""
         return self.table < 0
 
 
 class _Bits:
-    """The bits of one table, or of one parity block, of which some are unset.
+    """The bits of the rows of a table, or of the chunks of a parity block, with at least one unset.
 
     Args:
         size: number of bits.
 
     Attributes:
-        present: the rows, or the chunks, that are there.
-        left: number of the others.
-        given: number of bits, from the first on, that `next_chunk` has given out.
+        present: the rows or chunks that are stored.
+        left: number of rows or chunks that are missing.
+        given: end of the bits that `next_chunk` has returned since the last `rewind`.
     """
 
     def __init__(self, size: int) -> None:
@@ -65,25 +65,25 @@ class _Bits:
         self.left, self.given, self._first = size, 0, 0
 
     def next(self) -> int | None:
-        """The first unset bit that was not given out; None if there is none."""
+        """The first unset bit from `given` on; None if there is none."""
         self._first = self.present.first_absent(self._first)
         at = self.present.first_absent(max(self._first, self.given))
         return at if at < self.present.rows else None
 
     def end(self, at: int, stop: int) -> int:
-        """The end of the last unset bit of at..stop-1, which are the bits of one chunk; there is one."""
+        """1 + the last unset bit in at..stop-1, the bits of one chunk, of which at least one is unset."""
         return stop - int(self.present.has(np.arange(at, stop))[::-1].argmin())
 
 
 class Missing:
-    """The rows and the parity that a replacement rank has, and those that it lacks: all, at first.
+    """The rows and the parity of a replacement rank that are missing; at first all of them.
 
-    Tables are given by their index in `RowSpace.named`, and rows by their number there, as for
+    A `table` is an index in `RowSpace.named`, and ids are row numbers there, as for
     `ecemb.memory.journal.RowJournal.capture`.
 
     Args:
-        memory: the rank's, whose rows `store_rows_` and `store_span_` write, and `store_parity_` its parity.
-            They are backed by memory before.
+        memory: the rank's memory. `store_rows_` and `store_span_` write its rows, `store_parity_` writes its
+            parity, each after it has reserved memory for them.
     """
 
     def __init__(self, memory: RankMemory) -> None:
@@ -100,19 +100,19 @@ class Missing:
 
     @property
     def bytes_left(self) -> int:
-        """Bytes of the records and of the parity that are not there."""
+        """Bytes of missing records and missing parity."""
         return self._bytes_left
 
     def is_whole(self) -> bool:
-        """Whether all rows and all parity are there."""
+        """Whether all rows and all parity are stored."""
         return not self._rows and not self._chunks
 
     def table_is_whole(self, table: int) -> bool:
-        """Whether all rows of a table are there; of a table of a group, all rows of the group."""
+        """Whether all rows of a table are stored; for a table in a group, all rows of the group."""
         return self._space.named[table].owner not in self._rows
 
     def rows_left(self) -> dict[str, int]:
-        """How many rows of each table are not there, without the tables that are whole."""
+        """Table's name -> number of its missing rows, for tables that miss some."""
         left: dict[str, int] = {}
         for table, one in zip(self._space.tables, self._space.named, strict=True):
             if (bits := self._rows.get(one.owner)) is not None:
@@ -123,14 +123,14 @@ class Missing:
         return left
 
     def lacks(self, table: int, ids: Ids) -> Ids:
-        """The rows that are not there.
+        """The missing rows among some rows of a table.
 
         Args:
             table: the table.
             ids: int64 [m], in any order, repeats allowed; numbers that are not rows are ignored; read.
 
         Returns:
-            int64, distinct, ascending; new.
+            The missing rows: int64, distinct, ascending; new.
         """
         one = self._space.named[table]
         bits = self._rows.get(one.owner)
@@ -140,15 +140,15 @@ class Missing:
         return np.unique(rows[~bits.present.has(rows + one.rows.start)])
 
     def place(self, table: int, ids: Ids) -> list[tuple[int, Ids, Ids]]:
-        """Where the records of rows are.
+        """The positions of rows' records in data blocks.
 
         Args:
             table: the table.
             ids: int64 [m], ascending; read.
 
         Returns:
-            For each data block that has some of the rows: its number, these rows (a part of `ids`), and the
-            words at which their records begin (int64, new), counted from the block's start.
+            For each data block that has some of the rows: its number, these rows (a view of `ids`), and the
+            words at which their records begin, counted from the block's start (int64, new).
         """
         width, base = self._space.named[table].table.layout.record_words, self._space.bases[table]
         cut = self._space.cut(table, ids)
@@ -159,15 +159,15 @@ class Missing:
         ]
 
     def next_chunk(self, hottest: Sequence[int] = ()) -> Chunk | None:
-        """The next chunk that is not there, or not all of it, and that was not given out.
+        """The next chunk with missing words that was not returned since the last `rewind`.
 
         A chunk of rows has at most `CHUNK_WORDS` words, unless it is a single row.
 
         Args:
-            hottest: tables that come before the others. Parity comes last.
+            hottest: tables whose chunks come first, in this order; parity comes after all tables.
 
         Returns:
-            The chunk; None if all that is not there was given out.
+            The chunk; None if all chunks with missing words were returned.
         """
         for table in (*(self._space.named[table].owner for table in hottest), *self._rows):
             if table in self._rows and (chunk := self._rows_of(table)) is not None:
@@ -180,12 +180,12 @@ class Missing:
         return None
 
     def rewind(self) -> None:
-        """Lets `next_chunk` begin again with the first chunk that is not there."""
+        """Lets `next_chunk` begin again at the first missing chunk, as a returned chunk was not stored."""
         for bits in (*self._rows.values(), *self._chunks.values()):
             bits.given = 0
 
     def _rows_of(self, table: int) -> Chunk | None:
-        """The first rows of a table that are not there, and were not given out."""
+        """The next chunk of a table's missing rows that was not returned; None if there is none."""
         bits = self._rows[table]
         if (at := bits.next()) is None:
             return None
@@ -196,29 +196,30 @@ class Missing:
         return Chunk(block, skip + at * width, skip + end * width, table=table)
 
     def back_rows(self, table: int, ids: Ids) -> None:
-        """Backs rows by memory, which else is a part of storing them.
+        """Reserves memory for rows ahead of `store_rows_`, which then finds it reserved.
 
         Args:
             table: the table.
-            ids: int64 [m], rows of it, in any order.
+            ids: rows of the table, int64 [m], in any order.
 
         Raises:
-            NotEnoughSpace: other processes have taken the memory for them.
+            NotEnoughSpace: other processes have taken the memory.
         """
         one = self._space.named[table]
         self._memory.back_rows(one.owner, ids + one.rows.start)
 
     def store_rows_(self, table: int, ids: Ids, records: Words) -> None:
-        """Stores the rows that are not there, and says that they are.
+        """Stores those of some rows that are missing, and then sets their bits.
 
         Args:
             table: the table.
-            ids: int64 [m], distinct, ascending.
-            records: uint64 [m, record_words]; read.
+            ids: rows of the table, int64 [m], distinct, ascending; read.
+            records: their records, uint64 [m, record_words]; read.
 
         Raises:
-            KernelError: these are not rows of the table, or not their records; nothing was stored.
-            NotEnoughSpace: other processes have taken the memory for them.
+            KernelError: ids or records have the wrong form, or the table has no such rows; nothing was
+                stored.
+            NotEnoughSpace: other processes have taken the memory.
         """
         one = self._space.named[table]
         layout, rows = one.table.layout, ids + one.rows.start
@@ -246,16 +247,16 @@ class Missing:
         self._bytes_left -= records.nbytes
 
     def store_span_(self, block: int, start: int, words: Words) -> None:
-        """Stores the rows of a data block that are not there, and says that they are.
+        """Stores the missing rows in a range of words of a data block, and then sets their bits.
 
         Args:
             block: number of the data block, 0..k-1.
             start: first word, counted from the block's start.
-            words: uint64 [m]; read. Rows at its ends that it has a part of are left out.
+            words: uint64 [m]; read. Rows that are only partly in it, at its ends, are not stored.
 
         Raises:
             KernelError: the block has no such words; nothing was stored.
-            NotEnoughSpace: other processes have taken the memory for them.
+            NotEnoughSpace: other processes have taken the memory.
         """
         bounds = self._space.bounds
         low = bounds[block] + start if 0 <= block < len(bounds) - 1 and start >= 0 else -1
@@ -277,16 +278,16 @@ class Missing:
                 self._store_rows(owner, ids, records.reshape(end - first, width))
 
     def store_parity_(self, stripe_class: int, start: int, words: Words) -> None:
-        """Stores a chunk of parity if it is not there, and says that it is.
+        """Stores a chunk of parity if it is missing, and then sets its bit.
 
         Args:
-            stripe_class: a class of which this rank keeps parity.
+            stripe_class: a stripe class of which this rank keeps parity.
             start: first word of the chunk, counted from the block's start.
-            words: uint64, the chunk; read.
+            words: the chunk, uint64 [up to CHUNK_WORDS]; read.
 
         Raises:
             KernelError: there is no such chunk; nothing was stored.
-            NotEnoughSpace: other processes have taken the memory for it.
+            NotEnoughSpace: other processes have taken the memory.
         """
         block = self._parity.get(stripe_class)
         size = 0 if block is None else min(CHUNK_WORDS, len(block) - start)

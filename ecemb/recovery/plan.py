@@ -40,19 +40,20 @@ class Rebuild:
 
 @dataclasses.dataclass(frozen=True)
 class RecoveryPlan:
-    """What every rank does at this start.
+    """The actions of all ranks at this start.
 
     Attributes:
         kind: "fresh" (nothing to recover), "process" (all memory survived), "memory" (ranks are lost),
-            "checkpoint" (new arenas are filled from one, whatever memory survived; old ones stay until the
-            new ones are LIVE, and a crash before that leads here again) or "move" (new arenas are filled from
-            those of another number of ranks, which come to the plan's transaction before anything moves).
+            "checkpoint" (new arenas are filled from a checkpoint, whatever memory survived; old ones stay
+            until the new ones are LIVE, and a start after a crash before that makes this plan again) or
+            "move" (new arenas are filled from those of another number of ranks, which are brought to the
+            plan's transaction before anything moves).
         transaction: T, which all ranks reach: 0 is the initial state, t is after step t - 1.
-        survivors: ranks whose arenas are valid; none if the plan `begins`.
-        lost: ranks without one; none if the plan `begins`.
-        rebuild: every lost block, in the order in which all ranks work through them.
-        donor: the survivor that sends replicated state to replacement ranks; -1 at a fresh start.
-        encode: rows were written undeclared: parity is computed again from all rows.
+        survivors: ranks whose arenas are valid; empty if the plan `begins`.
+        lost: ranks without a valid arena; empty if the plan `begins`.
+        rebuild: every lost block, in the order in which all ranks rebuild them.
+        donor: the survivor that sends replicated state to replacement ranks; -1 without survivors.
+        encode: whether parity is computed again from all rows, as rows were written without being declared.
     """
 
     kind: Kind
@@ -65,7 +66,7 @@ class RecoveryPlan:
 
     @property
     def begins(self) -> bool:
-        """Whether every rank makes a new arena whose first transaction is the plan's."""
+        """Whether every rank creates a new arena whose first transaction is the plan's."""
         return self.kind in ("fresh", "checkpoint", "move")
 
     def digest(self) -> bytes:
@@ -85,22 +86,22 @@ def plan_recovery(
     """Decides how the job continues. The same on every rank.
 
     Args:
-        headers: every arena of the job found on any host, in any order.
+        headers: headers of all arenas of the job found on any host, in any order.
         placement: who keeps whose parity; None for a world of one rank.
-        started: the job's `started` mark stands in the store.
-        finished: its `finished` mark stands there.
-        opened: the last generation that was opened as far as the store knows.
+        started: whether the store has the job's `started` mark.
+        finished: whether the store has the job's `finished` mark.
+        opened: the last opened generation that the store has; NONE if it has none.
 
     Returns:
-        A fresh start if nothing shows that the job had started; else T = min(prepared) over the survivors,
-        with the blocks to rebuild. A survivor that has prepared more undoes, and one that has committed less
-        redoes.
+        A fresh start if nothing shows that the job had started; otherwise T = min(prepared) over the
+        survivors, with the blocks to rebuild. A survivor that has prepared a later transaction undoes it, and
+        a survivor that has not committed T redoes it.
 
     Raises:
-        JobFinished: a valid tombstone, or the mark, says so.
+        JobFinished: a valid tombstone, or the mark, shows that the job is finished.
         StateLost: the job had started, and no arena of it is left.
         TooManyErasures: more than r blocks of a stripe are lost.
-        InconsistentArenas: reports that no failure can have left behind.
+        InconsistentArenas: no failure can have left these headers behind.
     """
     judged = classify(headers, opened)
     if finished or judged.finished:

@@ -1,9 +1,9 @@
-"""Passes blocks along chains of ranks: to rebuild what is lost, and to move rows to another number of ranks.
+"""Sends blocks along chains of ranks: to rebuild lost blocks, and to move rows to another number of ranks.
 
 Each rank of a chain adds the blocks that it has, times their weights, to the sum from the rank before it. The
-last rank wants the sum, and so it receives each byte once for any k. A block that is not lost is a sum of one
-source. Blocks travel in chunks. The chunks of all chains take turns, which keeps every link busy, and several
-are in flight: while one chunk is multiplied, the next ones arrive.
+last rank needs the sum, and so it receives each byte once for any k. A block that is not lost is a sum of one
+source. Blocks are sent in chunks. The chunks of all chains take turns, which keeps every link busy, and
+several are in flight: while one chunk is multiplied, the next ones arrive.
 
 `Progress` is a line on stderr for work of more than a few seconds, if stderr is a terminal: logs and pipes
 get log lines only.
@@ -40,32 +40,32 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 Wait = Callable[[], None]
 Ready = Callable[[int, int], None]
-"""Called with words start..stop-1 of this rank's row space, once they are final."""
+"""Called with start and stop of words start..stop-1 of this rank's row space, once they are final."""
 
 CHUNK_WORDS = 1 << 19
-"""4 MiB: smaller chunks make gloo's work per message visible."""
+"""Words of a chunk, 4 MiB: with smaller chunks gloo's cost per message is noticeable."""
 _AHEAD = 4
-"""Chunks whose receives are posted at a time, including the one in work."""
+"""Chunks whose receives are posted at a time, including the chunk that is added up."""
 _BUFFER_BYTES = 2 * _AHEAD * CHUNK_WORDS * WORD_BYTES
-"""The most memory of chunks on their way, in one process."""
+"""The most memory of one process for the buffers of chunks."""
 PROCESS_BYTES = 2 * _BUFFER_BYTES
-"""The most memory of one process for rows on their way: chunks, and the copies of those that it works on."""
+"""The most memory of one process during a move: buffers of chunks, and copies of chunks that it works on."""
 TOGETHER = 256
-"""Chunks between two barriers, so that a rank without a part does not wait beyond a deadline."""
-_SAY_S = 10.0
+"""Chunks between two barriers, so that a rank that is in no chain does not wait beyond a deadline."""
+_SAY_S = 10.0  # seconds between two log lines of a move's progress
 
 
 def rebuild_lost(memory: RankMemory, transport: Transport, plan: RecoveryPlan, ready: Ready) -> int:
     """Rebuilds the plan's lost blocks. All ranks.
 
     Args:
-        memory: this rank's.
+        memory: this rank's memory.
         transport: the control group.
-        plan: the same on all ranks.
-        ready: called for this rank's lost rows, each block's in their order.
+        plan: the plan, the same on all ranks.
+        ready: called for the ranges of this rank's lost rows, in ascending order within each block.
 
     Returns:
-        Bytes that this rank received for itself.
+        Bytes of this rank's own blocks that it received.
 
     Raises:
         PeerFailure: a peer died; the next start rebuilds again.
@@ -114,22 +114,22 @@ def carry(
     kernels: Kernels,
     on_chunk: Callable[[Move, Words], None],
 ) -> int:
-    """Carries all rows of the plan to the ranks that want them, as records of the old layout. All ranks.
+    """Sends all rows of the plan to their target ranks, as records of the old layout. All ranks.
 
     Args:
-        plan: the same on all ranks.
+        plan: the plan, the same on all ranks.
         old: the old layout.
-        memories: old rank -> its memory, at the plan's transaction: those that this worker holds.
-        generator: uint8 [n, k], of the old code.
-        transport: of the new ranks.
-        kernels: for the arithmetic.
-        on_chunk: called with each chunk that this rank wants, and its records: uint64 [words], read.
+        memories: old rank -> its memory at the plan's transaction, for the arenas that this worker holds.
+        generator: generator of the old code, uint8 [n, k]; read.
+        transport: the control group of the new ranks.
+        kernels: kernels for the arithmetic.
+        on_chunk: called with each chunk whose target is this rank, and its records: uint64 [words], read.
 
     Returns:
-        Bytes of records that this rank received, its own included.
+        Bytes of records that came to this rank, including those from arenas that it holds.
 
     Raises:
-        PeerFailure: a peer died; the old arenas are as they were.
+        PeerFailure: a peer died; the old arenas are unchanged.
     """
     rank, placement = transport.rank, old.placement
     weights = functools.cache(functools.partial(weights_of, generator))
@@ -167,12 +167,12 @@ def carry(
 def weights_of(
     generator: NDArray[np.uint8], block: int, sources: Sequence[tuple[int, int]]
 ) -> NDArray[np.uint8]:
-    """The weights of sources in the sum that is a block of their stripe: uint8 [sources], new.
+    """The weights with which sources add up to a block of their stripe: uint8 [sources], new.
 
     Args:
-        generator: uint8 [n, k], read.
+        generator: the code's generator, uint8 [n, k]; read.
         block: number of the block in its stripe.
-        sources: pairs (block, rank): k of them, or the block itself.
+        sources: k pairs (block, rank), or one pair of the block itself.
     """
     blocks = [one for one, _ in sources]
     if blocks == [block]:
@@ -181,12 +181,12 @@ def weights_of(
 
 
 def chunked(words: int) -> Iterator[tuple[int, int]]:
-    """The bounds of the chunks of a number of words."""
+    """(start, stop) of the chunks into which a number of words is cut."""
     return ((start, min(start + CHUNK_WORDS, words)) for start in range(0, words, CHUNK_WORDS))
 
 
 def _words_of(task: Rebuild, geometry: Geometry, placement: Placement) -> int:
-    """The length of a lost block."""
+    """Number of words of a lost block."""
     if task.block < placement.k:
         return geometry.block_words[task.rank][task.block]
     return class_words(placement, geometry.block_words, task.stripe_class)
@@ -194,16 +194,17 @@ def _words_of(task: Rebuild, geometry: Geometry, placement: Placement) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """Words of a block, at this rank of the chain that adds them up.
+    """This rank's part in a chain that adds up words of a block.
 
     Attributes:
-        what: names the waits in errors.
-        stripe_class: of the block; not read without parity.
-        words: counted from the block's start.
-        sources: pairs (block, rank) that add up to the block; the ranks are those whose memory has them.
-        weights: of the sources in the sum, uint8 [sources].
-        chain: the ranks of the group that the sum passes through; the last one wants it.
-        on_chunk: called at the chain's end with the first word's number and the sum, uint64 [words], read.
+        what: name of the waits in errors.
+        stripe_class: the block's stripe class; -1 in a world without parity.
+        words: the words, counted from the block's start.
+        sources: pairs (block, rank) that add up to the block; the rank is the one whose memory has it.
+        weights: weights of the sources in the sum, uint8 [sources].
+        chain: the ranks of the group that the sum passes through; the last one needs it.
+        on_chunk: called on the chain's last rank with the first word's number and the sum, uint64 [words],
+            read.
     """
 
     what: str
@@ -215,12 +216,12 @@ class Hop:
     on_chunk: Callable[[int, Words], None]
 
     def cut(self, start: int, stop: int) -> Hop:
-        """The same for some of the words."""
+        """This hop for words start..stop-1 of its words."""
         return dataclasses.replace(self, words=self.words[start:stop])
 
 
 class Relay:
-    """This rank's end of all chains.
+    """Runs this rank's hops of all chains.
 
     All chunks of all chains have one order. Every rank begins and ends its hops in that order, so messages
     between two ranks are posted in the same order at both ends. No cycle of waits can form. Proof: take the
@@ -229,9 +230,9 @@ class Relay:
     posted the send, and the rank posts the receive; so it continues.
 
     Args:
-        memories: rank -> its memory, of the ranks in `Hop.sources` whose blocks this process adds.
+        memories: rank -> its memory, for the ranks in `Hop.sources` whose blocks this process adds.
         transport: the control group.
-        kernels: for the arithmetic.
+        kernels: kernels for the arithmetic.
         progress: counts the chunks' bytes.
     """
 
@@ -242,19 +243,19 @@ class Relay:
         self._progress = progress
 
     def run(self, hops: Iterator[Hop], what: str) -> int:
-        """Does this rank's hops, with at most `_AHEAD` chunks in flight. All ranks.
+        """Runs this rank's hops, with at most `_AHEAD` chunks in flight. All ranks.
 
         Args:
-            hops: of this rank, in the order of all chunks.
-            what: names the wait for all ranks at the end.
+            hops: this rank's hops, in the order of all chunks.
+            what: name of the barrier at the end in errors.
 
         Returns:
-            Bytes of the chunks that end here.
+            Bytes of the chunks whose chains end at this rank.
 
         Raises:
             PeerFailure: a peer died.
         """
-        # Twice as many buffers, so that the next buffer's last send has most likely ended.
+        # Twice as many buffers as chunks in flight: the last send from the next buffer has most likely ended.
         buffers = [_Buffer() for _ in range(2 * _AHEAD)]
         in_turn = itertools.cycle(buffers)
         begun: deque[tuple[Hop, _Buffer, Wait]] = deque()
@@ -275,12 +276,12 @@ class Relay:
         return kept_bytes
 
     def _begin(self, hop: Hop, words: Words) -> Wait:
-        """Starts to receive the sum so far; returns a wait for its arrival."""
+        """Posts the receive of the sum from the rank before; returns a function that waits for it."""
         place = hop.chain.index(self._transport.rank)
         return self._transport.expect(words, hop.chain[place - 1], hop.what) if place else _nothing
 
     def _go_on(self, hop: Hop, buffer: _Buffer) -> int:
-        """Adds this process's blocks to the sum, and passes it on; returns the bytes that end here."""
+        """Adds this process's blocks to the sum and sends it on; returns its bytes if the chain ends here."""
         words = self._sum(hop, buffer.words)
         after = hop.chain.index(self._transport.rank) + 1
         if after == len(hop.chain):
@@ -290,7 +291,18 @@ class Relay:
         return 0
 
     def _sum(self, hop: Hop, words: Words) -> Words:
-        """The sum up to here: `words`, overwritten, or the only block itself. A block may end before it."""
+        """Adds this process's blocks, times their weights, to the sum of the ranks before.
+
+        A block that is shorter than the hop's words counts as zeros behind its end.
+
+        Args:
+            hop: the hop.
+            words: the sum of the ranks before, uint64 [words]; overwritten. At the chain's start its content
+                is ignored.
+
+        Returns:
+            `words`; or a view of the block, if the sum is this one block.
+        """
         sources = zip(hop.sources, hop.weights, strict=True)
         own = [(rank, block, int(weight)) for (block, rank), weight in sources if rank in self._memories]
         for number, (rank, block, weight) in enumerate(own):
@@ -311,11 +323,11 @@ def _nothing() -> None:
 
 
 class _Buffer:
-    """Memory of one chunk on its way.
+    """Memory of one chunk in flight.
 
     Attributes:
-        words: the chunk.
-        sent: waits until the chunk is sent on.
+        words: the chunk, uint64.
+        sent: waits until the chunk is sent to the next rank.
     """
 
     def __init__(self) -> None:
@@ -323,7 +335,7 @@ class _Buffer:
         self.sent: Wait = _nothing
 
     def take(self, size: int) -> Words:
-        """Returns room for a chunk of `size` words, once the previous chunk is sent."""
+        """Waits until the previous chunk is sent, and returns memory for a chunk: uint64 [size]."""
         self.sent()
         self.sent = _nothing
         if len(self._memory) < size:
@@ -337,11 +349,11 @@ _EVERY_S = 0.2
 
 
 class Progress:
-    """The progress of some work; a context that removes the line at its end.
+    """A line on stderr with the progress of some work; a context that removes the line at its end.
 
     Args:
-        what: The work, e.g. "rebuilding".
-        total: Bytes of work.
+        what: Name of the work, e.g. "rebuilding".
+        total: Bytes of the whole work.
         shown: Whether this process writes the line.
     """
 

@@ -1,9 +1,9 @@
-"""Plans how a job goes on with another number of ranks: a pure function of what the old arenas hold.
+"""Plans how a job continues with another number of ranks: a pure function of the old arenas' constants.
 
-The old layout decides T, and who undoes and redoes, as at any recovery (`plan`). Then each row of the whole
-tables moves once to each new rank that wants it: from the old arena that has it, or, where that is lost,
-decoded from k survivors of its stripe. Every rank computes the plan from the same reports and compares its
-digest with the others' before anything is written. Must not know: bytes, the network, what is done with rows.
+`plan` decides T, and which old arenas undo and redo, as at any recovery. Then each row of the whole tables
+moves once to each new rank that needs it: from the old arena that has it, or, if that is lost, decoded from k
+survivors of its stripe. Every rank computes the plan from the same reports and compares its digest with the
+others' before anything is written. Must not know: bytes, the network, the use of the rows.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Shard:
     Attributes:
         key: name of the whole table, as in a checkpoint: "{table}"; "{table}/rank{r}" for a table that is
             sharded by hand; "rank_state/{r}".
-        layout: of these rows.
-        start: the whole table's row at which they begin.
+        layout: layout of these rows.
+        start: the first of these rows in the whole table.
     """
 
     key: str
@@ -40,12 +40,12 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What the ranks of the old arenas hold, lost ones included.
+    """The rows of all old ranks, including lost ones.
 
     Attributes:
         placement: who keeps whose parity; None for one rank.
-        k: data blocks of a rank's row space.
-        shards: of each rank, in the order of their addresses. No row of a table is in two of them.
+        k: number of data blocks of a rank's row space.
+        shards: each rank's shards, in the order of their addresses. Each row of a table is in one shard.
     """
 
     placement: Placement | None
@@ -54,7 +54,7 @@ class Layout:
 
     @functools.cached_property
     def addresses(self) -> tuple[Addresses, ...]:
-        """Of each rank's row space."""
+        """Addresses in each rank's row space."""
         return tuple(Addresses([one.layout for one in of_rank], self.k) for of_rank in self.shards)
 
     @functools.cached_property
@@ -73,8 +73,8 @@ class RowRange:
     """Rows of a whole table of the old layout that a new rank needs.
 
     Attributes:
-        key: as in `Shard`.
-        rows: of the whole table.
+        key: name of the whole table, as in `Shard`.
+        rows: rows of the whole table.
     """
 
     key: str
@@ -83,14 +83,14 @@ class RowRange:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Neighbouring rows on their way from the old layout to a new rank.
+    """Neighbouring rows that move from an old rank to a new rank.
 
     Attributes:
-        key: as in `Shard`.
-        rows: of the whole table.
-        rank: the old rank whose rows these are.
-        block: the data block of its row space that has them, 0..k-1.
-        words: the words of that block that are their records, counted from the block's start.
+        key: name of the whole table, as in `Shard`.
+        rows: rows of the whole table.
+        rank: the old rank that has the rows.
+        block: the data block of the old rank's row space that has them, 0..k-1.
+        words: the words of their records in that block, counted from the block's start.
         sources: pairs (block, old rank). One pair, of this block and rank, if its memory survived; otherwise
             k survivors of the stripe, in the order of the chain that adds them up.
         target: the new rank.
@@ -107,14 +107,14 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Relayout:
-    """What every rank does at a start with another number of ranks.
+    """The actions of all ranks at a start with another number of ranks.
 
     Attributes:
-        recovery: what happens on the old arenas before anything moves.
-        holders: old rank -> the new rank that attaches to its arena; None if it is lost.
-        slices: slice of the replicated state -> the old rank that sends it to all.
-        moves: runs of rows, as long as one block and one old rank have them; `chunks` cuts them.
-        needed_bytes: host -> what its new ranks need beside the old arenas.
+        recovery: the recovery of the old arenas, before anything moves.
+        holders: old rank -> the new rank that attaches to its arena; None if the arena is lost.
+        slices: slice of the replicated state -> the old rank that sends it to all new ranks.
+        moves: runs of rows, each in one block of one old rank; `chunks` cuts them.
+        needed_bytes: host -> bytes that its new ranks need beside the old arenas.
     """
 
     recovery: RecoveryPlan
@@ -124,7 +124,7 @@ class Relayout:
     needed_bytes: dict[str, int]
 
     def held(self, rank: int) -> tuple[int, ...]:
-        """The old ranks whose arenas a new rank attaches to, ascending."""
+        """The old ranks whose arenas new rank `rank` attaches to, ascending."""
         return tuple(old for old, holder in enumerate(self.holders) if holder == rank)
 
     def path(self, move: Move) -> tuple[int, ...]:
@@ -149,19 +149,19 @@ def plan_relayout(
     wanted: Sequence[Sequence[RowRange]],
     arena_bytes: Sequence[int],
 ) -> Relayout:
-    """Decides how the new ranks get what the old ones held. The same on every rank.
+    """Decides which old rows and slices each new rank receives, and from where. The same on every rank.
 
     Args:
-        recovery: what `plan_recovery` decided for the old arenas.
-        holders: old rank -> the new rank that attaches to its arena; None if it is lost.
+        recovery: the result of `plan_recovery` for the old arenas.
+        holders: old rank -> the new rank that attaches to its arena; None if the arena is lost.
         old: the old layout.
         members: new rank -> its host.
         wanted: new rank -> the rows that it needs.
-        arena_bytes: new rank -> bytes of its new arena, and of its buffers during the move.
+        arena_bytes: new rank -> bytes of its new arena.
 
     Raises:
         InconsistentArenas: no new rank attaches to the arena of a survivor.
-        LayoutMismatch: no old rank had a row that is wanted.
+        LayoutMismatch: no old rank had a row that a new rank needs.
     """
     if free := [rank for rank in recovery.survivors if holders[rank] is None]:
         raise InconsistentArenas(
@@ -185,11 +185,11 @@ def chunks(moves: Iterable[Move], chunk_words: int) -> Iterator[Move]:
     """Cuts moves at rows, and lets the targets take turns, so that all links are busy.
 
     Args:
-        moves: of a plan.
+        moves: the moves of a plan.
         chunk_words: the most words of a chunk; a record with more is a chunk of its own.
 
     Yields:
-        The chunks in the one order in which all ranks work through them.
+        The chunks, in the order in which all ranks relay them.
     """
     queues: dict[int, list[Move]] = {}
     for move in moves:
@@ -217,7 +217,7 @@ def _cut(move: Move, chunk_words: int) -> Iterator[Move]:
 def _chain(
     sources: Iterable[tuple[int, int]], holders: Sequence[int | None], target: int
 ) -> tuple[tuple[int, int], ...]:
-    """Sources so that a chain visits each holder once, and the target last."""
+    """Sources in an order in which a chain visits each holder once, and the target last."""
 
     def place(source: tuple[int, int]) -> tuple[bool, int]:
         holder = holders[source[1]]
@@ -227,7 +227,7 @@ def _chain(
 
 
 def _slices(recovery: RecoveryPlan, old: Layout) -> tuple[int, ...]:
-    """A survivor for each slice: with any losses that parity tolerates, each has one."""
+    """The survivor that sends each slice, chosen evenly. With losses that parity tolerates, there is one."""
     if old.placement is None:
         return (recovery.donor,)
     alive = set(recovery.survivors)
@@ -241,7 +241,11 @@ def _slices(recovery: RecoveryPlan, old: Layout) -> tuple[int, ...]:
 
 
 def _moves(old: Layout, wanted: RowRange, target: int) -> Iterator[Move]:
-    """The runs of the wanted rows, each in one block of one old rank, as if no rank were lost."""
+    """The runs of the wanted rows, each in one block of one old rank, with that rank as the source.
+
+    Raises:
+        LayoutMismatch: no old rank had one of the rows.
+    """
     reached = wanted.rows.start
     for start, rank, number in old.places.get(wanted.key, ()):
         shard, addresses = old.shards[rank][number], old.addresses[rank]

@@ -1,12 +1,13 @@
-"""The replacement rank's end of a rebuild beside training: asks for what it lacks (docs/protocol.md, 9).
+"""The replacement rank's part of a rebuild beside training: requests missing words (docs/protocol.md, 9).
 
-Owns the thread that asks, the requests in flight, and the moments at which words are stored. Rows that a
-lookup waits for come first; behind them everything else comes in chunks, as fast as `throttle` lets them.
-The words of a lost block are the sum of k blocks, as one transaction left them: all k holders are asked, and
-asked again if one of them has gone on. Parity is stored while this rank has prepared nothing later than the
-transaction that it asked for, and dropped otherwise; rows are stored whenever they come.
+Owns the thread that sends requests, the requests in flight, and the moments at which words are stored. Rows
+that a lookup waits for come first; then everything else comes in chunks, at the rate that `throttle` allows.
+The words of a lost block are the weighted sum of k blocks as of one transaction: requests go to all k
+holders, and again to all if one of them has gone on to a later transaction. Parity is stored while this rank
+has prepared nothing later than the transaction of the request, and dropped otherwise; rows are stored
+whenever they come.
 
-Must not know: how a holder finds the words.
+Must not know: how a holder reads the words.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from .throttle import RebuildThrottle, RunDelay
 logger: logging.Logger = logging.getLogger("ecemb")
 
 POISON = "ECEMB_POISON"
-"""With this variable set, rows that are not there yet are NaN: a lookup that did not wait for them shows."""
+"""Environment variable: if set, missing rows are filled with NaN, which shows lookups that don't wait."""
 _MOST_LATE = 4
-"""After this many chunks of parity in a row that came too late, a step waits for those in flight."""
+"""After this many chunks of parity in a row were dropped, `pause` waits for the chunks in flight."""
 _RETRY_S, _LONGEST_RETRY_S = 0.001, 0.05
-"""First and longest rest after an answer that the words are gone."""
+"""First and longest rest after the answer GONE, in seconds."""
 _MOST_BUFFERS = 32
-"""Answers whose memory is kept for others."""
+"""Most buffers of answers that are kept for reuse."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,8 +53,8 @@ class Demand:
     """Rows that a lookup waits for.
 
     Attributes:
-        table: by its index in `RowSpace.named`.
-        ids: int64, distinct, ascending.
+        table: the table's index in `RowSpace.named`.
+        ids: the missing rows, int64, distinct, ascending.
     """
 
     table: int
@@ -62,18 +63,18 @@ class Demand:
 
 @dataclasses.dataclass(eq=False)
 class Pending:
-    """A request to all holders of a lost block.
+    """A request to all holders of a lost block, for a part of the words of an `InFlight`.
 
     Attributes:
-        task: the block, and its holders.
-        run: the first of the `InFlight`'s runs that it asks for.
-        word: the first word of each.
+        task: the lost block and its holders.
+        run: index of its first run among the runs of the `InFlight`.
+        word: its first word in each of these runs.
         runs: number of runs.
-        width: words of each.
+        width: words of each run.
         is_answered: whether all holders have answered.
-        received: the sum of their blocks, uint64 [runs, width], new; None if one has no words as of the
-            transaction.
-        delay_ns: for how long a holder's training waited for a processor meanwhile, at most.
+        received: the weighted sum of the holders' blocks, uint64 [runs, width], new; None before all have
+            answered, or if a holder's answer is GONE.
+        delay_ns: the longest time that a holder's training waited for a processor during its answer.
     """
 
     task: Rebuild
@@ -88,15 +89,15 @@ class Pending:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InFlight:
-    """Words of a lost block that this rank has asked for.
+    """Words of a lost block that this rank has requested.
 
     Attributes:
-        requests: together they ask for all of the words.
+        requests: the requests that together are for all of the words.
         runs: number of runs.
-        width: words of each.
+        width: words of each run.
         store: stores the words, uint64 [runs, width].
-        prepared: of parity: how often this rank had prepared a transaction when it asked; None: rows.
-        delay_ns: for how long its training had waited for a processor until then.
+        prepared: for parity, how many transactions this rank had prepared when it requested; None for rows.
+        delay_ns: for how long this rank's training had waited for a processor in total at the request.
     """
 
     requests: list[Pending]
@@ -108,17 +109,17 @@ class InFlight:
 
 
 class _Closed(Exception):
-    """The thread is to end."""
+    """Ends the requesting thread, after `stop`."""
 
 
 class Requester(Background):
-    """Brings a replacement rank its rows and its parity while it trains.
+    """Rebuilds the rows and parity of a replacement rank while it trains.
 
     Args:
-        memory: this rank's, in state REBUILDING; a thread of this object writes its rows and parity.
+        memory: this rank's memory in state REBUILDING; a thread of this object writes its rows and parity.
         requests: connections with the holders.
-        plan: the same on all ranks.
-        activity: says that the thread that trains waits.
+        plan: the plan, the same on all ranks.
+        activity: records that the training's thread waits.
     """
 
     def __init__(self, memory: RankMemory, requests: Mesh, plan: RecoveryPlan, activity: Activity) -> None:
@@ -130,12 +131,12 @@ class Requester(Background):
         self._missing = Missing(memory)
         self._began_s, self._lost_bytes = time.monotonic(), self._missing.bytes_left
         self._waited_s, self._waited_by_table_s = 0.0, defaultdict[str, float](float)
-        # The thread's that asks:
+        # Used by the requesting thread:
         self._holders = Holders(memory, requests, plan)
         self._in_flight = deque[InFlight]()
         self._throttle, self._run_delay, self._retry_s = RebuildThrottle(), RunDelay(), 0.0
-        # Both threads':
-        self._changed = threading.Condition()  # held for all that follows, and while parity is stored
+        # Used by both threads:
+        self._changed = threading.Condition()  # held for the attributes below, and while parity is stored
         self._demands = deque[Demand]()
         self._demands_of_all: list[int | None] = []
         self._demanded_rows = Counter[int]()
@@ -145,15 +146,15 @@ class Requester(Background):
         self._ended_s: float | None = None
         self._error: BaseException | None = None
 
-    # --- the thread that trains ---
+    # --- the training's thread ---
 
     @property
     def is_lacking(self) -> bool:
-        """Whether rows or parity are lacking, or the arena is not LIVE yet."""
+        """Whether rows or parity are missing, or the arena is not LIVE yet."""
         return not self._is_whole
 
     def ensure(self, table: int, ids: Ids) -> None:
-        """Waits until rows are there; see `Background.ensure`."""
+        """Waits until rows are rebuilt; see `Background.ensure`."""
         lacking = self._missing.lacks(table, ids)
         if not len(lacking):
             return
@@ -166,7 +167,7 @@ class Requester(Background):
         self._waited_by_table_s[self._memory.space.named[table].table.layout.name] += waited_s
 
     def ensure_all(self, table: int | None = None) -> None:
-        """Waits until all rows of a table are there, or all rows and parity, which come without a rest."""
+        """Waits until all rows of a table, or all rows and parity, are rebuilt; without rests meanwhile."""
 
         def is_met() -> bool:
             return self._is_whole or (table is not None and self._missing.table_is_whole(table))
@@ -187,7 +188,7 @@ class Requester(Background):
                 self._demands_of_all.remove(table)
 
     def assert_there(self, table: int, ids: Ids) -> None:
-        """Raises `UndeclaredWrite` unless rows are there; see `Background.assert_there`."""
+        """Raises `UndeclaredWrite` if one of the rows is missing; see `Background.assert_there`."""
         lacking = self._missing.lacks(table, ids)
         if len(lacking):
             name = self._memory.space.named[table].table.layout.name
@@ -198,9 +199,10 @@ class Requester(Background):
             )
 
     def pause(self) -> None:
-        """Drops parity that is in flight; none is stored until `resume`.
+        """Drops parity that is in flight, and stops storing parity until `resume`.
 
-        Where steps are shorter than a chunk takes, each would be dropped: some of them are waited for.
+        If steps are shorter than the time of a chunk, every chunk would be dropped: after `_MOST_LATE`
+        dropped chunks in a row this call waits for the chunks in flight.
         """
         with self._changed:
             self._is_paused = True
@@ -215,13 +217,13 @@ class Requester(Background):
             self._prepared += 1
 
     def resume(self) -> None:
-        """Lets parity arrive again: after this rank has stored `committed`."""
+        """Allows parity to be requested and stored again. Called after `committed` is stored, or an undo."""
         with self._changed:
             self._is_paused = False
             self._changed.notify_all()
 
     def stats(self) -> dict[str, Any]:
-        """Where the rebuild stands: the rows left by table, the bytes left, their rate, and time of waits."""
+        """Progress of the rebuild: rows left by table, bytes left, bytes per second, and time of waits."""
         passed_s = (self._ended_s or time.monotonic()) - self._began_s
         return {
             "rows_left": self._missing.rows_left(),
@@ -232,14 +234,18 @@ class Requester(Background):
         }
 
     def stop(self, wait_s: float = 1.0) -> bool:
-        """Asks no more; see `Background.stop`. What has not arrived stays missing."""
+        """Stops sending requests; see `Background.stop`. Words that have not arrived stay missing."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         return super().stop(wait_s)
 
     def _wait(self, is_met: Callable[[], bool], progress: Progress | None = None) -> float:
-        """Waits until `is_met`; returns for how long, in seconds."""
+        """Waits until `is_met()`; returns the time of the wait in seconds.
+
+        Raises:
+            PeerFailure: the requesting thread has ended before; or the error that ended it.
+        """
         began_s, left = time.monotonic(), self._missing.bytes_left
         with self._changed, self._activity.waiting():
             while not is_met():
@@ -255,7 +261,7 @@ class Requester(Background):
         self._waited_s += waited_s
         return waited_s
 
-    # --- the thread that asks ---
+    # --- the requesting thread ---
 
     def _run(self) -> None:
         try:
@@ -282,7 +288,11 @@ class Requester(Background):
                 self._changed.notify_all()
 
     def _next_demand(self) -> Demand | None:
-        """Waits until there is a demand, or the next chunk is due: then None."""
+        """Waits for a demand, and returns it; None if the next chunk is due before.
+
+        Raises:
+            _Closed: `stop` was called.
+        """
         with self._changed:
             while True:
                 if self._is_closing:
@@ -294,7 +304,7 @@ class Requester(Background):
                 self._changed.wait(wait_s)
 
     def _meet(self, demand: Demand) -> None:
-        """Asks for the rows of a demand at once, and stores them; if some are gone, it stays the next one."""
+        """Requests the rows of a demand, and stores them. The demand stays the next one if some are GONE."""
         width = self._memory.space.named[demand.table].table.layout.record_words
         lacking = self._missing.lacks(demand.table, demand.ids)
         asked = [
@@ -302,7 +312,7 @@ class Requester(Background):
             for block, ids, offsets in self._missing.place(demand.table, lacking)
         ]
         self._holders.send()
-        self._missing.back_rows(demand.table, lacking)  # meanwhile
+        self._missing.back_rows(demand.table, lacking)  # while the holders answer
         is_stored = [self._receive(in_flight) for in_flight in asked]
         if all(is_stored):
             with self._changed:
@@ -310,13 +320,13 @@ class Requester(Background):
                 self._changed.notify_all()
 
     def _stream(self) -> None:
-        """Asks for the chunks that are due, and stores the first of those in flight."""
+        """Requests the chunks that are due, and receives the first chunk in flight."""
         if self._demands_of_all:
             self._throttle.hurry()
         is_due = not self._throttle.wait_s()
         while is_due and len(self._in_flight) < self._throttle.most_in_flight:
             if self._is_paused and self._in_flight:
-                break  # `pause` may wait for these
+                break  # `pause` may wait for the chunks in flight
             chunk = self._missing.next_chunk(self._demanded_tables())
             if chunk is None:
                 break
@@ -333,7 +343,7 @@ class Requester(Background):
         self._throttle.received(first.runs * first.width, delay_ns)
 
     def _demanded_tables(self) -> list[int]:
-        """Tables that come first: those of which all rows are waited for, then those with most demands."""
+        """Tables whose chunks come first: those that `ensure_all` waits for, then those with most demands."""
         with self._changed:
             whole = [table for table in self._demands_of_all if table is not None]
             return [*whole, *(table for table, _ in self._demanded_rows.most_common())]
@@ -348,7 +358,14 @@ class Requester(Background):
         return self._ask(chunk.block, offsets, width, lambda words: store(words.reshape(-1)), prepared)
 
     def _wait_for_resume(self) -> int:
-        """Waits while this rank is between `prepared` and `committed`; returns how often it has prepared."""
+        """Waits while this rank is between `pause` and `resume`, and counts a request for parity.
+
+        Returns:
+            How many transactions this rank has prepared.
+
+        Raises:
+            _Closed: `stop` was called.
+        """
         with self._changed:
             while self._is_paused and not self._is_closing:
                 self._waits_for_resume = True
@@ -368,12 +385,17 @@ class Requester(Background):
         store: Callable[[Words], None],
         prepared: int | None = None,
     ) -> InFlight:
-        """Asks for runs of words of a lost block, as of the last committed transaction."""
+        """Requests runs of words of a lost block, as of the last committed transaction; see `Holders.ask`."""
         requests = self._holders.ask(block, offsets, width, self._memory.committed)
         return InFlight(requests, len(offsets), width, store, prepared, self._run_delay.so_far_ns())
 
     def _receive(self, asked: InFlight) -> bool:
-        """Waits for words, and stores them; False if they are gone, or if parity has come too late."""
+        """Waits for requested words, and stores them.
+
+        Returns:
+            False, without a store, if the words are GONE, or if they are parity and this rank has prepared a
+            transaction since the request.
+        """
         words = self._holders.receive(asked)
         is_parity = asked.prepared is not None
         with self._changed:
@@ -391,27 +413,27 @@ class Requester(Background):
                 asked.store(words)
                 self._late_in_a_row = 0
         if not is_parity:
-            asked.store(words)  # a row may come at any moment, and `pause` waits for none
+            asked.store(words)  # without the lock: a row may be stored at any moment, also after `pause`
         self._memory.record_lacking(self._missing.bytes_left)
         with self._changed:
             self._changed.notify_all()
         return True
 
     def _receive_all(self) -> None:
-        """Waits for all chunks in flight, and stores them."""
+        """Receives all chunks in flight."""
         while self._in_flight:
             self._receive(self._in_flight.popleft())
 
 
 class Holders:
-    """The ranks that hold what this rank lost: sends requests to them, and adds up what they answer.
+    """The holders of the blocks from which this rank is rebuilt: sends requests, and adds up the answers.
 
-    For one thread. A holder answers in the order in which it was asked.
+    Used by one thread. A holder answers requests in their order.
 
     Args:
-        memory: this rank's.
+        memory: this rank's memory.
         requests: connections with the holders.
-        plan: the same on all ranks.
+        plan: the plan, the same on all ranks.
     """
 
     def __init__(self, memory: RankMemory, requests: Mesh, plan: RecoveryPlan) -> None:
@@ -429,16 +451,16 @@ class Holders:
         self._buffers: list[Words] = []
 
     def ask(self, block: int, offsets: Ids, width: int, of: int) -> list[Pending]:
-        """Asks for runs of words of a lost block. `send` sends the requests, and so does `receive`.
+        """Queues requests for runs of words of a lost block, which `send` or `receive` then sends.
 
         Args:
             block: number of the block in its stripe: data 0..k-1, parity k..n-1.
-            offsets: int64 [m], where each run begins, counted from the block's start; read.
+            offsets: the words at which the runs begin, counted from the block's start, int64 [m]; read.
             width: words of a run.
-            of: the transaction as of which the words are wanted.
+            of: the transaction as of which the words are needed.
 
         Returns:
-            Requests of at most `CHUNK_WORDS` words.
+            The requests, each for at most `CHUNK_WORDS` words.
         """
         task, runs = self._tasks[block], max(1, CHUNK_WORDS // max(1, width))
         requests: list[Pending] = []
@@ -456,7 +478,7 @@ class Holders:
         return requests
 
     def send(self) -> None:
-        """Sends what was asked, as far as it goes without a wait.
+        """Sends queued requests, as far as the connections take them without a wait.
 
         Raises:
             PeerFailure: a holder died.
@@ -464,13 +486,13 @@ class Holders:
         self._run({}, "asking for lost rows")
 
     def receive(self, asked: InFlight) -> Words | None:
-        """Waits for the answers of all holders to what was asked, and to all that was asked before.
+        """Waits for the answers of all holders to these requests, and to all earlier ones.
 
         Returns:
-            uint64 [runs, width], new; None if a holder has no words as of the transaction.
+            The words, uint64 [runs, width], new; None if a holder's answer is GONE.
 
         Raises:
-            PeerFailure: a holder died, or refuses to answer.
+            PeerFailure: a holder died, or refused a request.
         """
         for request in asked.requests:
             while not request.is_answered:
@@ -486,18 +508,18 @@ class Holders:
         return words
 
     def send_end(self) -> None:
-        """Says to all holders that this rank asks no more, once all that it asked for is here."""
+        """Receives all pending answers, and sends the last request, which has no runs, to all holders."""
         try:
             while self._pending:
                 self._receive_next()
             for unsent in self._unsent.values():
                 unsent.append(Request().words)
             self._run({}, "the end of a rebuild", all_sent=True)
-        except PeerFailure as error:  # its end is the failure detector's business
+        except PeerFailure as error:  # the failure detector acts on the rank's end
             logger.debug("the holders of what rank %d lost: %s", self._rank, error)
 
     def _receive_next(self) -> None:
-        """Receives the next answers of the holders of a block, and adds them up."""
+        """Receives all holders' answers to the oldest pending request, and adds them up."""
         pending = self._pending.popleft()
         task, size = pending.task, pending.runs * pending.width
         sources, what = task.sources, f"asking for block {task.block} of stripe class {task.stripe_class}"
@@ -516,7 +538,16 @@ class Holders:
         pending.is_answered = True
 
     def _run(self, outs: Mapping[int, Words], what: str, *, all_sent: bool = False) -> None:
-        """Receives words from holders. What was asked for is sent meanwhile, as far as it goes."""
+        """Receives words from holders, and sends queued requests meanwhile.
+
+        Args:
+            outs: rank -> memory for its words; overwritten.
+            what: name of the wait in errors.
+            all_sent: whether to wait until all requests are sent.
+
+        Raises:
+            PeerFailure: a holder died.
+        """
         for rank, unsent in self._unsent.items():
             if unsent:
                 self._channels.send(rank, *unsent)
@@ -525,12 +556,16 @@ class Holders:
         self._channels.run(what, all_sent=all_sent)
 
     def _buffer(self, size: int) -> Words:
-        """Memory for an answer, uint64 [size], of any content."""
+        """Memory for an answer, uint64 [size], with arbitrary content."""
         buffer = self._buffers.pop() if self._buffers else np.empty(0, np.uint64)
         return (buffer if len(buffer) >= size else np.empty(size, np.uint64))[:size]
 
     def _is_given(self, head: Words, rank: int) -> bool:
-        """Whether words follow the head of an answer."""
+        """Whether words follow an answer's head.
+
+        Raises:
+            PeerFailure: the holder refused the request, or the answer is none of `Answer`.
+        """
         answer = int(head[0])
         if answer == Answer.REFUSED:
             text = f"rank {rank} refuses to give rank {self._rank} what it lacks: see the log of rank {rank}"
@@ -554,6 +589,6 @@ def _poison(memory: RankMemory) -> None:
 
 
 def _go_live(memory: RankMemory) -> None:
-    memory.back_all()  # what no row has, such as the space between tables
+    memory.back_all()  # pages without a row, such as those between tables
     memory.go_live()
     logger.warning("rank %d: all lost rows and parity are rebuilt; memory may be lost again", memory.rank)

@@ -6,7 +6,7 @@ differences and decide alike, by `Code.locate`; the rank with the wrong block wr
 
 A repair outside of any transaction is safe whenever a rank dies:
 
-- It begins only when every rank has come here, so all have committed the same transaction t, and no rank has
+- It begins only after every rank has called it, so all have committed the same transaction t, and no rank has
   prepared t + 1: a start would choose t, undo nothing and redo nothing. All journals are void.
 - It puts back the committed bytes of t, and bytes are independent: an interrupted repair leaves each byte
   either wrong as before, or right. The next scrub finds the rest.
@@ -14,8 +14,7 @@ A repair outside of any transaction is safe whenever a rank dies:
 - Every chunk ends with another comparison, for which each rank reads its rows after its writes. So no rank
   begins step t + 1 during a repair, and the bytes that step t + 1 captures, and would undo to, are repaired.
 
-Recovery verifies by the same comparison (`compare_parity`), which all ranks make together, and which writes
-nothing.
+Recovery verifies by the same comparison (`compare_parity`), a collective that writes nothing.
 
 Must not know: torch's tensors, and its callers.
 """
@@ -48,9 +47,9 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 
 SHARED_WORDS = 1 << 14
-"""Differing words that a keeper sends at a time; at least r, so that every round makes progress."""
+"""Most differing words that a keeper sends for a chunk; at least r, so that every chunk makes progress."""
 MAX_FINDINGS = 1000
-_LOGGED = 20
+_LOGGED = 20  # findings in the log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +57,10 @@ class Suspect:
     """A block that may be wrong.
 
     Attributes:
-        rank: The rank that holds it.
-        block: its number in its stripe: data 0..k-1, parity k..n-1.
-        rows: the tables' keys, with the rows of this rank's shards that lie under the finding's words;
-            empty for parity.
+        rank: The rank that holds the block.
+        block: the block's number in its stripe: data 0..k-1, parity k..n-1.
+        rows: pairs (table's key, rows of that rank's shard) of the rows in the finding's words; empty for
+            parity.
     """
 
     rank: int
@@ -80,9 +79,9 @@ class Finding:
     """A run of words in which a stripe's parity and rows did not fit.
 
     Attributes:
-        stripe_class: the class.
+        stripe_class: the stripe class.
         words: The words, counted from the start of the class's blocks.
-        suspects: The blocks that may be wrong; one block if it is known.
+        suspects: The blocks that may be wrong; a single block if the wrong block is known.
         repaired: Whether parity and rows fit now.
     """
 
@@ -93,12 +92,12 @@ class Finding:
 
     @property
     def rank(self) -> int | None:
-        """The rank that holds the wrong block, if it is known which."""
+        """The rank that holds the wrong block; None if it is not known."""
         return self.suspects[0].rank if len(self.suspects) == 1 else None
 
     @property
     def block(self) -> int | None:
-        """The wrong block's number in its stripe, if it is known which."""
+        """The wrong block's number in its stripe; None if it is not known."""
         return self.suspects[0].block if len(self.suspects) == 1 else None
 
     def __str__(self) -> str:
@@ -115,13 +114,13 @@ class ScrubReport:
     """The result of a scrub; the same on all ranks, except `seconds`.
 
     Attributes:
-        checked_words: words of every block that were compared in this call.
-        total_words: words of the longest block, which are a whole pass.
+        checked_words: number of words of every block that were compared in this call.
+        total_words: number of words of the longest block; a whole pass compares them all.
         complete: whether this call ended a pass.
-        wrong_words: words in which parity and rows did not fit.
-        repaired_words: those of them that fit after the repair.
+        wrong_words: number of words in which parity and rows did not fit.
+        repaired_words: number of wrong words that fit after the repair.
         findings: the wrong words in runs, at most the first 1000 runs of the call.
-        seconds: wall time on this rank.
+        seconds: wall time of the call on this rank.
     """
 
     checked_words: int
@@ -151,9 +150,9 @@ class Scrubber:
         transport: the control group.
 
     Attributes:
-        scrubbed_words: words of every block that were compared so far.
-        wrong_words: those in which parity and rows did not fit.
-        repaired_words: those of them that were repaired.
+        scrubbed_words: number of words of every block that were compared so far.
+        wrong_words: number of words so far in which parity and rows did not fit.
+        repaired_words: number of wrong words so far that were repaired.
     """
 
     def __init__(self, memory: RankMemory, transport: Transport) -> None:
@@ -177,11 +176,11 @@ class Scrubber:
         Args:
             fraction: above 0, at most 1; the same on all ranks.
             check: Raises if this rank can't scrub now; then the scrub fails on all ranks.
-            verify: Called last, with the compared rows by table; raises if they differ from the training's.
-                Then the scrub fails on all ranks.
+            verify: Called last, with pairs (table's index, compared rows); raises if the arena's rows differ
+                from the table's in training. Then the scrub fails on all ranks.
 
         Raises:
-            UsageError: this is a world of one rank, which has no parity; or the ranks call it differently.
+            UsageError: this is a world of one rank, which has no parity; or the ranks' calls differ.
             ConfigurationError: `fraction` is out of range.
             PeerFailure: a peer died or failed.
         """
@@ -225,7 +224,10 @@ class Scrubber:
         return report
 
     def _rows(self, start: int, count: int) -> Iterator[tuple[int, range]]:
-        """This rank's rows that end in `count` words of its data blocks from `start` on, cyclically."""
+        """Pairs (table's index, rows) of this rank's rows that end in words `start` .. `start` + `count` - 1.
+
+        The words are counted from the start of each data block, modulo the words of a pass.
+        """
         space = self._memory.space
         for low, high in itertools.pairwise(space.bounds):
             for a, b in ((start, start + count), (0, start + count - self._total)):
@@ -256,7 +258,7 @@ class Scrubber:
             self._addresses = [Addresses(one, k) for one in layouts]
 
     def _scrub_chunk(self, placement: Placement, start: int, stop: int, found: _Found) -> int:
-        """Compares and repairs words start..stop-1 of all blocks, or fewer where many differ.
+        """Compares and repairs words start..stop-1 of all blocks, or fewer if many differ. All ranks.
 
         Returns:
             The end of the words that were compared.
@@ -271,7 +273,7 @@ class Scrubber:
             self._repair(placement, keys, blocks, errors)
             _, left, _ = self._compare(placement, start, stop, None)
             repaired &= ~np.isin(keys, left)
-            new = np.setdiff1d(left, keys)  # became wrong meanwhile
+            new = np.setdiff1d(left, keys)  # words that have become wrong since the first comparison
             found.add(new, np.full(len(new), -1, np.int64), np.zeros(len(new), np.bool_))
         found.add(keys, blocks, repaired)
         return stop
@@ -279,17 +281,18 @@ class Scrubber:
     def _compare(
         self, placement: Placement, start: int, stop: int, limit: int | None
     ) -> tuple[int, Ids, Words]:
-        """Shares the words where parity differs from rows. All ranks; the result is the same on all.
+        """Gathers the words where parity differs from rows. All ranks; the result is the same on all.
 
         Args:
             placement: The placement of blocks.
             start: First word.
             stop: End of the words.
-            limit: Differing words that a keeper may send; with more of them, all ranks stop before them.
+            limit: Most differing words that a keeper sends; if a keeper has more, all ranks compare only the
+                words before them. None for no limit.
 
         Returns:
-            The end of the compared words; keys, int64 [m] ascending, one per class and word
-            (`_Found.place`); uint64 [r, m], the syndromes there.
+            The end of the compared words; the keys of the differing words, int64 [m], ascending (see
+            `_Found`); and the syndromes there, uint64 [r, m].
         """
         own = compare_parity(self._memory, self._transport, start, stop, "scrubbing")
         message = _packed(own, stop, limit).tobytes()
@@ -305,7 +308,14 @@ class Scrubber:
         return stop, keys, syndromes
 
     def _repair(self, placement: Placement, keys: Ids, blocks: Ids, errors: Words) -> None:
-        """XORs errors into this rank's words of the blocks that have them."""
+        """XORs errors into the wrong words of this rank's blocks.
+
+        Args:
+            placement: The placement of blocks.
+            keys: Keys of the words, int64 [m], ascending.
+            blocks: Number of each word's wrong block, int64 [m]; -1 if it is not known.
+            errors: Wrong XOR right bytes of each word, uint64 [m].
+        """
         for a, b in _runs(keys, blocks):
             c, start = divmod(int(keys[a]), self._total + 1)
             block = int(blocks[a])
@@ -329,9 +339,15 @@ class Scrubber:
 
 
 class _Found:
-    """The findings of one call.
+    """The findings of one scrub.
 
-    A class's word has a key: class * (total + 1) + word, so that keys in a row are words in a row.
+    The key of a word of a stripe class is class * (total + 1) + word; consecutive keys are neighbouring
+    words.
+
+    Args:
+        placement: the placement of blocks.
+        addresses: rank -> addresses of its row space.
+        total: words of the longest block.
     """
 
     def __init__(self, placement: Placement, addresses: list[Addresses], total: int) -> None:
@@ -342,7 +358,7 @@ class _Found:
         self.findings: list[Finding] = []
 
     def possible(self, keys: Ids) -> Words:
-        """The bits that exist in each block of the keys' classes, uint64 [n, m], for `Code.locate`."""
+        """The bits of the keys' words that rows or parity use, for each block of the stripe: uint64 [n, m]."""
         classes, offsets = np.divmod(keys, self._stride)
         masks = np.full((self._placement.n, len(keys)), np.iinfo(np.uint64).max, np.uint64)
         for c in np.unique(classes).tolist():
@@ -352,7 +368,13 @@ class _Found:
         return masks
 
     def add(self, keys: Ids, blocks: Ids, repaired: NDArray[np.bool_]) -> None:
-        """Adds words with the wrong block (-1: not known) and whether it is repaired, all [m]."""
+        """Adds wrong words.
+
+        Args:
+            keys: keys of the words, int64 [m], ascending.
+            blocks: number of each word's wrong block, int64 [m]; -1 if it is not known.
+            repaired: whether each word is repaired, bool [m].
+        """
         self.wrong_words += len(keys)
         self.repaired_words += int(repaired.sum())
         for a, b in _runs(keys, blocks, repaired.astype(np.int64)):
@@ -384,7 +406,13 @@ def _checked(fraction: float, check: Callable[[], None]) -> None:
 
 
 def _packed(syndromes: list[Syndrome], stop: int, limit: int | None) -> Ids:
-    """Packs a message: the end of the compared words, then classes, rows, offsets and differing words."""
+    """The message of a keeper: the end of the compared words, then classes, rows, offsets, differing words.
+
+    Args:
+        syndromes: the differing words of each parity block kept here.
+        stop: end of the compared words.
+        limit: most differing words in the message; with more, the end comes before them. None for no limit.
+    """
     columns = [
         np.stack([np.full(m, one.stripe_class), np.full(m, one.row), one.offsets, one.words.view(np.int64)])
         for one in syndromes
@@ -398,10 +426,10 @@ def _packed(syndromes: list[Syndrome], stop: int, limit: int | None) -> Ids:
 
 
 def _unpacked(text: bytes, rank: int, placement: Placement, start: int, stop: int) -> Ids:
-    """Reads a rank's message, and checks all of it.
+    """Reads and checks a message of `_packed` from a rank.
 
     Raises:
-        InconsistentArenas: no rank of this job sends it.
+        InconsistentArenas: no rank of this job sends such a message.
     """
     values = np.frombuffer(text, np.int64) if len(text) % 32 == 8 else np.zeros(1, np.int64)
     classes, rows, offsets, _ = values[1:].reshape(4, -1)
@@ -419,7 +447,7 @@ def _unpacked(text: bytes, rank: int, placement: Placement, start: int, stop: in
 
 
 def _runs(keys: Ids, *marks: Ids) -> list[tuple[int, int]]:
-    """Cuts keys, int64 [m] ascending, into runs without a gap, in which each of the marks [m] is constant."""
+    """(start, stop) of runs of consecutive keys (int64 [m], ascending) in which each mark [m] is constant."""
     if not len(keys):
         return []
     cuts = np.diff(keys) != 1
@@ -436,12 +464,12 @@ CHUNK_WORDS = 1 << 17
 
 
 def longest_block(memory: RankMemory) -> int:
-    """Words of the longest data block of any rank; the same on all."""
+    """Number of words of the longest data block of any rank; the same on all ranks."""
     return max(max(words) for words in memory.geometry.block_words)
 
 
 def parity_chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cuts words start..stop-1 of all blocks into chunks, so that memory is bounded."""
+    """(start, stop) of chunks of words start..stop-1, so that the memory of a comparison is bounded."""
     for at in range(start, stop, CHUNK_WORDS):
         yield at, min(at + CHUNK_WORDS, stop)
 
@@ -451,9 +479,12 @@ def collect_parity(
 ) -> list[tuple[int, Delta]]:
     """Words start..stop-1 of every block whose parity is kept here, as deltas from zero. All ranks.
 
+    Returns:
+        Pairs (sender, delta).
+
     Raises:
-        PeerFailure: a peer died or did not come before the deadline.
-        InconsistentArenas: messages that no rank of this job sends.
+        PeerFailure: a peer died, or did not call this before the deadline.
+        InconsistentArenas: a message has a size that no rank of this job sends.
     """
     sent = encoded(memory, start, stop)
     lengths = np.zeros((transport.world_size, 1), np.int64)
@@ -477,14 +508,14 @@ def compare_parity(
 ) -> list[Syndrome]:
     """Compares words start..stop-1 of the parity kept here with the rows under it. All ranks.
 
-    A rank that returns knows that every rank has called it, and that its own rows were read before that.
+    A rank that returns knows that every rank has called this, and that its own rows were read before that.
 
     Returns:
         The differing words of each parity block kept here that differs; empty without parity.
 
     Raises:
-        PeerFailure: a peer died or did not come before the deadline.
-        InconsistentArenas: messages that no rank of this job sends.
+        PeerFailure: a peer died, or did not call this before the deadline.
+        InconsistentArenas: a message has a size that no rank of this job sends.
     """
     if memory.parity is None:
         return []

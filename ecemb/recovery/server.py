@@ -1,10 +1,10 @@
-"""The holder's end of a rebuild beside training: answers the requests of replacement ranks.
+"""The holder's part of a rebuild beside training: answers the requests of replacement ranks.
 
-Owns the messages, one thread for each replacement rank, and the words that it may be given. A request names
-runs of words of one of this rank's blocks, and the transaction as of which they are wanted. The answer has
-them, or says that they are gone: then the replacement rank asks again (docs/protocol.md, 9.2).
+Owns the messages, one thread for each replacement rank, and the decision whether requested words may be sent.
+A request names runs of words of one of this rank's blocks, and the transaction as of which they are needed.
+The answer has the words, or the code GONE: then the replacement rank requests again (docs/protocol.md, 9.2).
 
-Must not know: what a replacement rank lacks, and what it does with an answer.
+Must not know: the words that a replacement rank lacks, and its use of an answer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .throttle import RunDelay
 logger: logging.Logger = logging.getLogger("ecemb")
 
 ANSWER_WORDS = 2
-"""Words of an answer: an `Answer`, and for how long training waited for a processor, in ns. The runs follow,
-if they are given."""
+"""Words of an answer's head: an `Answer`, and for how long training waited for a processor, in ns. The runs
+follow if the answer is GIVEN."""
 _PART_WORDS = 1 << 17
-"""Of records that are read while a capture waits: 1 MiB."""
+"""Words of records, 1 MiB, that are read under the lock for which a capture may wait."""
 
 
 class Answer(enum.IntEnum):
-    """What becomes of a request."""
+    """The result of a request: the words as of the transaction are GONE, GIVEN, or REFUSED after an error."""
 
     GONE = 0
     GIVEN = 1
@@ -46,14 +46,14 @@ class Answer(enum.IntEnum):
 
 
 class Request(NamedTuple):
-    """What a replacement rank asks of a holder; without runs: that it asks no more.
+    """A replacement rank's request to a holder; a request without runs is the last one.
 
     Attributes:
         stripe_class: the stripe class of the block.
         block: number of the holder's block in its stripe: data 0..k-1, parity k..n-1.
-        of: the transaction as of which the words are wanted.
+        of: the transaction as of which the words are needed.
         width: words of each run.
-        runs: their number. The words at which they begin follow (int64), if there are several.
+        runs: number of runs. If there are several, the words at which they begin follow (int64 [runs]).
         first: the word at which the first run begins, counted from the block's start.
     """
 
@@ -71,10 +71,10 @@ class Request(NamedTuple):
 
     @classmethod
     def of_words(cls, words: Words) -> Request:
-        """What a message (uint64 [6]) asks for.
+        """The request in a message (uint64 [6]).
 
         Raises:
-            InconsistentArenas: no replacement rank asks for this.
+            InconsistentArenas: no replacement rank sends such a request.
         """
         request = cls(*words.view(np.int64).tolist())
         least = min(request.width, request.runs)
@@ -92,9 +92,9 @@ class Server(Background):
     """Answers the requests of replacement ranks, in a thread for each of them.
 
     Args:
-        memory: this rank's, which is whole; its rows and parity change meanwhile.
+        memory: this rank's memory, with all rows and parity; training changes them meanwhile.
         requests: connections with the replacement ranks.
-        plan: the same on all ranks.
+        plan: the plan, the same on all ranks.
     """
 
     def __init__(self, memory: RankMemory, requests: Mesh, plan: RecoveryPlan) -> None:
@@ -108,7 +108,7 @@ class Server(Background):
         self._memory = memory
 
     def _serve(self, requests: Mesh, rank: int) -> None:
-        """Answers one rank until it asks no more, or ends."""
+        """Answers the requests of one rank until its last request, or its end."""
         what = f"serving rank {rank}, which is rebuilt"
         channels, run_delay = requests.channels([rank]), RunDelay()
         head, buffer = Request().words, np.empty(ANSWER_WORDS, np.uint64)
@@ -132,7 +132,7 @@ class Server(Background):
                 answer = Answer.GIVEN if is_given else Answer.GONE
                 buffer[:ANSWER_WORDS] = (answer, run_delay.so_far_ns() - began_ns)
                 channels.send(rank, buffer[: size if is_given else ANSWER_WORDS])
-        except PeerFailure as error:  # its end is the failure detector's business
+        except PeerFailure as error:  # the failure detector acts on the rank's end
             logger.debug("rank %d is not served any more: %s", rank, error)
         except Exception as error:
             logger.exception("rank %d, which is rebuilt, is not served any more: %s", rank, error)
@@ -144,13 +144,13 @@ class Server(Background):
 
 
 class Snapshot:
-    """Rows and parity of a rank as a transaction left them, while the next one changes them.
+    """Rows and parity of a rank as of a transaction, while the next transaction changes them.
 
     Any thread may read.
 
     Args:
-        memory: the rank's, which has all of its rows and parity.
-        of: the transaction. The rank that asks has committed it, and has prepared no other.
+        memory: the rank's memory, with all rows and parity.
+        of: the transaction. The requesting rank has committed it, and has prepared no later one.
     """
 
     def __init__(self, memory: RankMemory, of: int) -> None:
@@ -160,14 +160,15 @@ class Snapshot:
         """Copies runs of words of one of the rank's blocks.
 
         Args:
-            stripe_class: the class of the block.
-            block: its number in the stripe: data 0..k-1, parity k..n-1.
-            offsets: int64 [m], where each run begins, counted from the block's start; in any order; read.
+            stripe_class: the stripe class of the block.
+            block: the block's number in the stripe: data 0..k-1, parity k..n-1.
+            offsets: the words at which the runs begin, counted from the block's start, int64 [m], in any
+                order; read.
             out: uint64 [m, width], overwritten: the runs, with zeros beyond the block's end.
 
         Returns:
-            Whether `out` is as of the transaction. If not, this rank can't read it now: it has committed
-            another one or, of parity, begun to apply it.
+            Whether `out` is as of the transaction. It is not if this rank has committed a later transaction,
+            or, for parity, is at another transaction or applies the next one.
 
         Raises:
             InconsistentArenas: this rank has no such block, or no such words; nothing was read.
@@ -175,7 +176,7 @@ class Snapshot:
         self._check(stripe_class, block, offsets, out.shape[1])
         if block < self._memory.geometry.generator.shape[1]:
             self._read_rows(block, offsets, out)
-            return self._memory.committed <= self._of  # or a journal that was read may be armed again
+            return self._memory.committed <= self._of  # a commit allows a journal that was read to be armed
         parity = self._memory.parity
         if parity is None or not self._has_parity:
             return False
@@ -184,7 +185,7 @@ class Snapshot:
 
     @property
     def _has_parity(self) -> bool:
-        """Whether all parity is of the transaction; if so before and after a copy, all of the copy is."""
+        """Whether all parity is as of the transaction; if so before and after a copy, the copy is as well."""
         memory = self._memory
         return memory.committed == self._of and memory.parity_journal.label <= self._of
 
@@ -203,7 +204,13 @@ class Snapshot:
         )
 
     def _read_rows(self, block: int, offsets: Ids, out: Words) -> None:
-        """Copies runs of words of a data block, from the records that they are in."""
+        """Copies runs of words of a data block, each from the records that contain it.
+
+        Args:
+            block: number of the data block, 0..k-1.
+            offsets: the words at which the runs begin, counted from the block's start, int64 [m]; read.
+            out: uint64 [m, width], overwritten.
+        """
         space = self._memory.space
         low, high = space.bounds[block : block + 2]
         begins = offsets + low
@@ -218,7 +225,11 @@ class Snapshot:
                 self._read_table(index, begins, ends, out)
 
     def _read_run(self, start: int, stop: int, out: Words) -> bool:
-        """Copies words start..stop-1 of the row space, if they are all of `out`, and of one table."""
+        """Copies words start..stop-1 of the row space, if they fill `out` and are in one table.
+
+        Returns:
+            Whether they do and are; otherwise nothing was copied.
+        """
         space = self._memory.space
         if stop - start != len(out) or not len(out):
             return False
@@ -238,12 +249,12 @@ class Snapshot:
         return True
 
     def _read_table(self, index: int, begins: Ids, ends: Ids, out: Words) -> None:
-        """Copies those words of runs that are of one table.
+        """Copies the words of runs that are in one table.
 
         Args:
-            index: of a named table that owns its rows.
-            begins: int64 [m], the words of the row space at which the runs begin.
-            ends: int64 [m], their ends.
+            index: index of a named table that owns its rows.
+            begins: the words of the row space at which the runs begin, int64 [m]; read.
+            ends: the runs' ends, int64 [m]; read.
             out: uint64 [m, width], overwritten where the runs are in the table.
         """
         space, kernels, width = self._memory.space, self._memory.kernels, out.shape[1]
@@ -258,7 +269,7 @@ class Snapshot:
         rows = _union(first_rows, -(-stops // record))
         records = np.empty((len(rows), record), np.uint64)
         self._read_records(index, rows, records)
-        words = records.reshape(-1)  # the rows of a run are neighbours here as well
+        words = records.reshape(-1)  # the rows of a run are neighbours in it, as in the table
         at = (np.searchsorted(rows, first_rows) - first_rows) * record + starts
         is_whole = stops - starts == width
         if len(runs) == len(out) and is_whole.all():
@@ -273,11 +284,11 @@ class Snapshot:
             out[run, skipped : skipped + size] = words[at[i] : at[i] + size]
 
     def _read_records(self, index: int, rows: Ids, out: Words) -> None:
-        """Copies records of a table as of the transaction, if no later one is committed meanwhile.
+        """Copies records of a table as of the transaction, provided that no later one is committed meanwhile.
 
         Args:
-            index: of a named table that owns its rows.
-            rows: int64 [m], ascending, distinct.
+            index: index of a named table that owns its rows.
+            rows: int64 [m], ascending, distinct; read.
             out: uint64 [m, record_words], overwritten.
         """
         table = self._memory.space.named[index].table
@@ -289,9 +300,14 @@ class Snapshot:
                 self._undo(index, part, records)
 
     def _undo(self, index: int, rows: Ids, records: Words) -> None:
-        """Overwrites the records of rows that later transactions may have changed, with those they saved.
+        """Overwrites the records of rows that later transactions have saved in journals with the saved ones.
 
-        A row may be in both journals: the older one has it as the transaction left it.
+        A row may be in both journals. The older journal has the row as of the transaction, so it comes last.
+
+        Args:
+            index: index of a named table that owns its rows.
+            rows: int64 [m], ascending, distinct; read.
+            records: the rows' current records, uint64 [m, record_words]; overwritten where they were saved.
         """
         memory, space, width = self._memory, self._memory.space, records.shape[1]
         newer = [journal for journal in memory.journals if journal.label > self._of]
@@ -311,7 +327,7 @@ class Snapshot:
 
 
 def _union(starts: Ids, stops: Ids) -> Ids:
-    """The numbers in any of m ranges: int64, ascending, distinct."""
+    """The numbers in the ranges starts..stops-1 (each int64 [m]): int64, ascending, distinct; new."""
     sizes = stops - starts
     ends = np.cumsum(sizes)
     return np.unique(np.repeat(starts - ends + sizes, sizes) + np.arange(ends[-1]))

@@ -1,9 +1,10 @@
-"""Replicated state after a failure: compared among its holders, copied, and gathered.
+"""Replicated state after a failure: compared among its holders, copied to replacements, and gathered.
 
-Each rank's slots hold a share of it (`ecemb.coding.placement`). `copy_lost` gives replacement ranks theirs,
-before they are LIVE. Each slice is then on all of its holders, and `gathered` brings all slices to all ranks,
-in a number of rounds that grows with the logarithm of the number of ranks; so it does in an abort.
-`compare_old` and `gather_old` do so in a move to another number of ranks, with the slots of the old ones.
+Each rank's slots hold a share of its slices (`ecemb.coding.placement`). `copy_lost` sends replacement ranks
+their slices, before they are LIVE. Each slice is then on all of its holders, and `gathered` sends all slices
+to all ranks, in a number of rounds that grows with the logarithm of the number of ranks; an abort calls it as
+well. `compare_old` and `gather_old` do the same in a move to another number of ranks, with the old ranks'
+slots.
 
 Must not know: headers, and the content of the state.
 """
@@ -29,14 +30,14 @@ from .plan import RecoveryPlan
 from .relay import Wait, chunked
 from .relayout import Layout, Relayout
 
-_FRONT = -1  # beside the numbers of slices: what lies in front of them
+_FRONT = -1  # stands for the outline and numbers in front of the slices, among the numbers of slices
 
 
 def compare(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> tuple[int, int]:
     """Compares the survivors' slots of the plan's transaction. All ranks.
 
     Returns:
-        Their sizes: bytes in front of the tensors, and of the tensors' whole area.
+        Sizes of the state: bytes in front of the tensors, and bytes of the tensors' whole area.
 
     Raises:
         InconsistentArenas: survivors hold different states, or a slot is damaged.
@@ -54,20 +55,20 @@ def compare(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> tup
 def copy_lost(
     memory: RankMemory, transport: Transport, plan: RecoveryPlan, front_bytes: int, area_bytes: int
 ) -> int:
-    """Copies the lost ranks their share from the survivors' slots of the plan's transaction. All ranks.
+    """Copies the lost ranks' shares from the survivors' slots of the plan's transaction. All ranks.
 
     Args:
-        memory: this rank's.
+        memory: this rank's memory.
         transport: the control group.
-        plan: the same on all ranks.
-        front_bytes: as `compare` returns it.
-        area_bytes: as `compare` returns it.
+        plan: the plan, the same on all ranks.
+        front_bytes: bytes in front of the tensors, as `compare` returns them.
+        area_bytes: bytes of the tensors' whole area, as `compare` returns them.
 
     Returns:
         Bytes that this rank received.
 
     Raises:
-        NotEnoughSpace: the slot doesn't fit here.
+        NotEnoughSpace: the slot doesn't fit in this rank's arena.
         PeerFailure: a peer died; the next start copies again.
     """
     what, share = "copying replicated state", memory.slots.share
@@ -91,10 +92,10 @@ def copy_lost(
 
 
 def gathered(memory: RankMemory, transport: Transport) -> StateStore:
-    """All of the replicated state of the last committed transaction, from the slots of all ranks. All ranks.
+    """The whole replicated state of the last committed transaction, from the slots of all ranks. All ranks.
 
     Returns:
-        This rank's slots, if they hold all of it; else a copy in this process's memory.
+        This rank's slots, if they hold the whole state; otherwise a copy in this process's memory.
 
     Raises:
         InconsistentArenas: this rank's slot is damaged.
@@ -118,7 +119,7 @@ def gathered(memory: RankMemory, transport: Transport) -> StateStore:
     area, edges = state[front_bytes:].view(np.uint64), share.edges(len(state) - front_bytes)
     ranks, position, size = placement.order, placement.positions[memory.rank], placement.world_size
     have = len(share.held)
-    while have < size:  # this position has slices position - have + 1 .. position
+    while have < size:  # each position has slices position - have + 1 .. position now
         more = min(have, size - have)
         source, to = ranks[(position - have) % size], ranks[(position + have) % size]
         lower = _chunks_of(area, edges, range(position - have - more + 1, position - have + 1))
@@ -132,16 +133,16 @@ def gathered(memory: RankMemory, transport: Transport) -> StateStore:
 def compare_old(
     plan: Relayout, old: Layout, memories: Mapping[int, RankMemory], transport: Transport
 ) -> tuple[int, int]:
-    """Compares the replicated state that the old ranks hold. All ranks.
+    """Compares the replicated state in the slots of the old ranks. All ranks.
 
     Args:
-        plan: the same on all ranks.
+        plan: the plan, the same on all ranks.
         old: the old layout.
-        memories: old rank -> its memory, at the plan's transaction: those that this worker holds.
-        transport: of the new ranks.
+        memories: old rank -> its memory at the plan's transaction, for the arenas that this worker holds.
+        transport: the control group of the new ranks.
 
     Returns:
-        Its sizes: bytes in front of the tensors, and of the tensors' whole area.
+        Sizes of the state: bytes in front of the tensors, and bytes of the tensors' whole area.
 
     Raises:
         InconsistentArenas: old ranks hold different states, or a slot is damaged.
@@ -167,20 +168,20 @@ def gather_old(
     front_bytes: int,
     area_bytes: int,
 ) -> NDArray[np.uint8]:
-    """All of the replicated state of the old ranks, on every new rank. All ranks.
+    """Sends the whole replicated state of the old ranks to every new rank. All ranks.
 
     Args:
-        plan: the same on all ranks.
+        plan: the plan, the same on all ranks.
         memories: as for `compare_old`.
-        transport: of the new ranks.
-        front_bytes: as `compare_old` returns it.
-        area_bytes: as `compare_old` returns it.
+        transport: the control group of the new ranks.
+        front_bytes: bytes in front of the tensors, as `compare_old` returns them.
+        area_bytes: bytes of the tensors' whole area, as `compare_old` returns them.
 
     Returns:
-        uint8, as in a slot that holds all slices.
+        The state as in a slot with all slices: uint8 [bytes], new.
 
     Raises:
-        PeerFailure: a peer died; the old arenas are as they were.
+        PeerFailure: a peer died; the old arenas are unchanged.
     """
     recovery, what = plan.recovery, "gathering replicated state"
     state = np.empty(front_bytes + area_bytes, np.uint8)
@@ -199,10 +200,10 @@ def gather_old(
 
 
 def _read(memory: RankMemory, transaction: int) -> tuple[NDArray[np.uint8], int, int]:
-    """This rank's slot of a transaction, with the bytes in front of the tensors and of their whole area.
+    """This rank's slot of a transaction, bytes in front of the tensors, and bytes of the tensors' whole area.
 
     Raises:
-        InconsistentArenas: its size is not what it should be.
+        InconsistentArenas: the slot is damaged, or its size doesn't fit its share.
     """
     slot = memory.slots.read(transaction)
     front_bytes, area_bytes, _ = measured(slot)
@@ -215,15 +216,15 @@ def _read(memory: RankMemory, transaction: int) -> tuple[NDArray[np.uint8], int,
 
 
 def described(memory: RankMemory, transaction: int, *, every: bool = False) -> list[int]:
-    """What `compared` needs of this rank's slot: its two sizes, and checksums of the slices in it.
+    """This rank's slot, described for `compared`: its two sizes, and checksums of the slices in it.
 
-    There are no checksums if each rank holds all slices, and therefore goes on with its own: the end of the
+    There are no checksums if each rank holds all slices, as each rank then restores its own: the end of the
     first step compares the ranks.
 
     Args:
-        memory: a survivor's.
-        transaction: that all ranks go on from.
-        every: checksums in any case, as ranks go on with those of another one.
+        memory: a survivor's memory.
+        transaction: the transaction from which all ranks continue.
+        every: whether to return checksums in any case, as ranks restore slices of other ranks.
     """
     slot, front_bytes, area_bytes = _read(memory, transaction)
     share = memory.slots.share
@@ -238,16 +239,19 @@ def compared(
     placement: Placement | None,
     named: Callable[[int], str],
 ) -> tuple[int, int]:
-    """The sizes that the survivors agree on: bytes in front of the tensors, and of the tensors' whole area.
+    """Compares the descriptions of the survivors' slots.
 
     Args:
-        plan: of these ranks.
-        answers: the result of `described` on each rank; nothing of lost ones.
-        placement: says what a rank's slots hold.
-        named: a slice, in words.
+        plan: the recovery plan of these ranks.
+        answers: rank -> the result of `described`; empty for lost ranks.
+        placement: the placement, which decides the slices of each rank; None for one rank.
+        named: number of a slice -> text for an error message.
+
+    Returns:
+        Sizes of the state: bytes in front of the tensors, and bytes of the tensors' whole area.
 
     Raises:
-        InconsistentArenas: they don't, or hold different slices.
+        InconsistentArenas: survivors have different sizes or slices.
     """
     front_bytes, area_bytes = sizes = answers[plan.donor][:2]
     if any(size < 0 or size % ALIGN_BYTES for size in sizes):
@@ -255,7 +259,7 @@ def compared(
             f"rank {plan.donor} announces replicated state of {sizes} bytes: the network is "
             f"damaged, or the ranks run different versions of ecemb; restart the job"
         )
-    known: dict[int, tuple[int, int]] = {}  # slice -> its first holder, with the checksum there
+    known: dict[int, tuple[int, int]] = {}  # slice -> its first holder, and the checksum there
     for rank in plan.survivors:
         if answers[rank][:2] != sizes:
             raise _differing(plan, plan.donor, rank, "its names, shapes or options")
@@ -267,7 +271,7 @@ def compared(
 
 
 def _named(memory: RankMemory, plan: RecoveryPlan, c: int) -> str:
-    """The tensors that begin or end in a slice; a lost rank doesn't know their names."""
+    """Text with a slice's number, and on survivors with the names of its first and last tensor."""
     text = f"slice {c} of {memory.slots.share.count}"
     if memory.rank in plan.lost:
         return text
@@ -288,7 +292,13 @@ def _differing(plan: RecoveryPlan, one: int, other: int, what: str) -> Inconsist
 
 
 def held(slices: NDArray[np.uint8], share: Share, edges: Sequence[int]) -> dict[int, Words]:
-    """The slices in a slot, behind the front: views."""
+    """The slices in a slot: number -> words, uint64, views.
+
+    Args:
+        slices: the slot's bytes behind the outline and numbers, uint8.
+        share: the share of slices in the slot.
+        edges: the bounds of all slices in the tensors' area, in bytes.
+    """
     sizes = [edges[c + 1] - edges[c] for c in share.held]
     starts = itertools.accumulate(sizes, initial=0)
     return {
@@ -300,7 +310,7 @@ def held(slices: NDArray[np.uint8], share: Share, edges: Sequence[int]) -> dict[
 def _routes(
     shares: dict[int, Share], share: Share, edges: Sequence[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """The chunks that a lost rank receives, in order: slice, start and stop in its words, source."""
+    """The chunks that a lost rank receives, in order: (slice, start and stop in its words, source rank)."""
     for c in share.held:
         holders = itertools.cycle([rank for rank, one in shares.items() if c in one.held])
         words = (edges[c + 1] - edges[c]) // WORD_BYTES
@@ -309,7 +319,7 @@ def _routes(
 
 
 def _chunks_of(area: Words, edges: Sequence[int], slices: Iterable[int]) -> Iterator[Words]:
-    """The words of some slices, numbered modulo their count, in chunks: views."""
+    """The words of some slices, whose numbers count modulo all slices, in chunks: views."""
     for run in runs(edges, [c % (len(edges) - 1) for c in slices]):
         words = area[run.start // WORD_BYTES : run.stop // WORD_BYTES]
         yield from (words[start:stop] for start, stop in chunked(len(words)))
@@ -321,7 +331,14 @@ def _wait(waits: Iterable[Wait]) -> None:
 
 
 def _to_all(words: Words, source: int | None, transport: Transport, what: str) -> None:
-    """Sends words from one rank to all others, in chunks."""
+    """Sends words from one rank to all others, in chunks. All ranks.
+
+    Args:
+        words: uint64; read on the source, overwritten on all other ranks.
+        source: the rank that sends.
+        transport: the control group.
+        what: name of the wait in errors.
+    """
     waits: list[Wait] = []
     for start, stop in chunked(len(words)):
         if transport.rank == source:

@@ -1,10 +1,10 @@
-"""When a rebuild beside training asks for its next chunk: at once while processors are idle, else at a floor.
+"""The rate of a rebuild beside training: unlimited while processors are idle, otherwise at least a floor.
 
-`RunDelay` measures for how long training waited for a processor, and `RebuildThrottle` decides by it. A
-chunk during which training waited is followed by a rest. It ends when the processors of this host have been
-idle at some looks one after another. It also ends as soon as less has come than the floor would have let
-through, over the time of `_MEMORY_S`: what came while they were idle counts. Must not know: what the chunks
-are of, and what competes with training.
+`RunDelay` measures for how long training waited for a processor, and `RebuildThrottle` decides by it when the
+next chunk is requested. A chunk during which training waited is followed by a rest. The rest ends when the
+processors of this host are idle in `_LOOKS` measurements in a row. It also ends when fewer bytes have come
+over the last `_MEMORY_S` than the floor allows; bytes that came while processors were idle count. Must not
+know: the content of chunks, and what competes with training.
 """
 
 from __future__ import annotations
@@ -17,31 +17,33 @@ from pathlib import Path
 from ..coding.rows import WORD_BYTES
 
 FLOOR_BYTES_PER_S = 5e6
-"""For each processor of this process: so much comes at least, on average. A byte takes some 7 ns of them on
-all ranks that it concerns (docs/results/rebuild.md), so this takes some 3.5 % of a host."""
+"""The least rate of a rebuild, on average, for each processor of this process. A byte takes some 7 ns of
+processor time, summed over the ranks that send or receive it (docs/results/rebuild.md), so this rate takes
+some 3.5 % of a host."""
 _MEMORY_S = 1.0
-"""The longest rest, whatever came before its chunk: long beside a step, in which processors may be idle and
-busy by turns, and short beside a rebuild."""
+"""The longest rest, unless the floor needs a longer one for a single chunk. It is long beside a step, in
+which processors may be idle and busy by turns, and short beside a rebuild."""
 BUSY_NS = 200_000
-"""A wait of training for a processor, during one chunk, from which on processors count as busy."""
+"""Processors count as busy if training waited at least this long for a processor during one chunk."""
 UNKNOWN_NS = 1 << 40
-"""Added by each look at a `RunDelay` where the kernel does not count."""
+"""The wait that each call of `RunDelay.so_far_ns` adds if the kernel does not measure it."""
 _LOAD = Path("/proc/loadavg")
-"""Its fourth field begins with the number of threads of the host that run or are ready to."""
+"""The fourth field of this file begins with the number of the host's threads that run or are ready to."""
 _LOOK_S = 0.003
 _LOOKS = 2
-"""Processors are idle when this number of looks in a row, so far apart, find less than half of them in use.
-At one look all ranks may just be waiting for each other's messages."""
+"""Processors are idle if this number of measurements in a row, `_LOOK_S` apart, find less than half of them
+in use. In one measurement all ranks may just be waiting for each other's messages."""
 _MOST_IN_FLIGHT = 2
-"""Chunks at a time, but no more than processors: while one is added up, the next one arrives. There is one
-until a chunk came that met no wait: those in flight when processors become busy hold up the next step."""
+"""Most chunks in flight, but no more than processors: while one is added up, the next one arrives. Only one
+is in flight after a chunk during which training waited, as chunks that are in flight when processors become
+busy delay the next step."""
 
 
 class RunDelay:
-    """For how long this process's first thread, which trains, was ready to run and no processor was free.
+    """Measures how long this process's first thread, which trains, was ready to run without a free processor.
 
-    Linux counts it for each thread, and shows a process's first thread as the process (/proc/self/schedstat).
-    Where it does not, training always waits. One thread uses the object.
+    Linux counts this for each thread; /proc/self/schedstat is the count of the process's first thread. Without
+    this file, each measurement reports a long wait. Used by one thread.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class RunDelay:
             self._fd = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
 
     def so_far_ns(self) -> int:
-        """The waits since the thread began, in ns; that of a wait that still lasts is not in it."""
+        """Time of all waits since the thread began, in ns, without a wait that still lasts."""
         if self._fd is not None:
             fields = os.pread(self._fd, 128, 0).split()
             if len(fields) > 1:
@@ -60,28 +62,28 @@ class RunDelay:
         return self._unknown_ns
 
     def close(self) -> None:
-        """Ends the object."""
+        """Closes the file; waits are unknown from here on."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
 class RebuildThrottle:
-    """When the next chunk is due, and how many may be in flight. For one thread."""
+    """Decides when the next chunk is due, and how many may be in flight. Used by one thread."""
 
     def __init__(self) -> None:
         self._processors = len(os.sched_getaffinity(0))
         self._of_host = os.cpu_count() or 1
-        self._floor_s = 0.0  # when the floor would have let through what has come
+        self._floor_s = 0.0  # moment at which the floor's rate would have allowed all bytes received so far
         self._due_s, self._idle_looks, self._is_free = 0.0, 0, False
 
     @property
     def most_in_flight(self) -> int:
-        """Chunks that may be in flight at a time."""
+        """The most chunks that may be in flight at a time."""
         return min(_MOST_IN_FLIGHT, self._processors) if self._is_free else 1
 
     def wait_s(self) -> float:
-        """For how long to wait before this is asked again, at most; 0: the next chunk is due."""
+        """The longest time to wait before the next call, in seconds; 0 if the next chunk is due."""
         left_s = self._due_s - time.monotonic()
         if left_s <= 0:
             return 0.0
@@ -92,15 +94,16 @@ class RebuildThrottle:
         return min(left_s, _LOOK_S)
 
     def hurry(self) -> None:
-        """Ends the rest."""
+        """Ends the current rest."""
         self._due_s = 0.0
 
     def received(self, words: int, delay_ns: int) -> None:
-        """Counts a chunk that was received, and begins a rest if training waited meanwhile.
+        """Counts a received chunk, and begins a rest if training waited during it.
 
         Args:
-            words: of the chunk.
-            delay_ns: for how long training waited for a processor meanwhile, on any rank that it concerns.
+            words: number of words of the chunk.
+            delay_ns: the longest time that training waited for a processor during the chunk, on this rank or
+                a holder.
         """
         now_s = time.monotonic()
         through_s = words * WORD_BYTES / (FLOOR_BYTES_PER_S * self._processors)
@@ -116,5 +119,5 @@ class RebuildThrottle:
         except OSError:
             return False
         running = fields[3].partition(b"/")[0] if len(fields) > 3 else b""
-        # This thread is one of them: a system that says 0 does not count.
+        # This thread is one of the running threads: a system that reports 0 does not count them.
         return running.isdigit() and 0 <= 2 * (int(running) - 1) < self._of_host
