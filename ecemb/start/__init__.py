@@ -1,8 +1,8 @@
-"""The collective half of `ecemb.protect`: from arenas that are found to memory that is open.
+"""The collective half of `ecemb.protect`: from the arenas that a start finds to opened memory.
 
-`opening` tells the stages from top to bottom, and makes the process groups. `request` is what the user asks
-for and what the model holds; `placement_choice` chooses code and placement; `agree` compares layout and plan
-with all ranks, from the `history` that surviving arenas share; `create` makes new arenas and fills them, and
-removes those of earlier starts. Another number of ranks goes on from the arenas that `history` describes, and
-`moving` fills new arenas from them. `survey` describes a training for `python -m ecemb check`.
+`opening` runs the stages from top to bottom, and makes the process groups. `request` has the user's arguments
+and the state of the model; `placement_choice` chooses code and placement; `agree` compares layout and plan
+among all ranks, with the `history` that surviving arenas share; `create` creates and fills new arenas, and
+removes those of earlier starts. With another number of ranks, `moving` fills new arenas from the old ones
+that `history` describes. `survey` describes a training for `python -m ecemb check`.
 """

@@ -1,13 +1,13 @@
-"""What all ranks agree on before anything is written: layout, placement, plan and checkpoint.
+"""The agreement of all ranks before anything is written: layout, placement, plan and checkpoint.
 
-Owns the comparison of what the ranks hold and ask for, and the choice between memory, a checkpoint and step 0
+Owns the comparison of the ranks' tables and arguments, and the choice between memory, a checkpoint and step 0
 (docs/protocol.md, 3.3). A difference between ranks is an error on all of them. Must not write to any arena.
 
-The ranks of one host name must see one folder of arenas (docs/assumptions.md). Two machines or containers of
-one name would pass for one failure domain, and a restart would look for memory where it isn't. So the first
-rank of each name locks the folder of its host, and the other ranks of the name look for the lock, after a
-collective of all ranks. A lock is no file: it takes no space, ends with its process, and leaves nothing
-behind. `agree` sends to all ranks what each of them saw.
+All ranks with the same host name must see the same folder of arenas (docs/assumptions.md). Two machines or
+containers of one name would count as one failure domain, and a restart would look for memory on the wrong
+machine. So the first rank of each name locks the folder of its host, and the other ranks of the name test for
+the lock, after a collective of all ranks. A lock on a folder takes no space, ends with its process, and
+leaves no file behind. `negotiate` sends the result of each rank's test to all ranks.
 
 The checkpoint that a start begins with, or takes tables from, is compared with the model on all ranks.
 """
@@ -64,28 +64,29 @@ from .request import Request, Training
 logger: logging.Logger = logging.getLogger("ecemb")
 
 
-_SHOWN_DIFFERENCES = 6  # of a model: every table of an unrelated model differs
+_SHOWN_DIFFERENCES = 6  # in an error message: every table of an unrelated model differs
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """What the ranks agreed on before anything was written.
+    """The result of the agreement among the ranks, before anything is written.
 
     Attributes:
         placement: which ranks keep whose parity; None for one rank.
-        plan: what this start does.
-        layouts: this rank's tables, then its rank state's record.
-        block_words: [world size][k], words of every rank's data blocks.
-        constants: for a new arena of this rank, without its regions.
-        shards: where this rank's tables stand in the whole tables.
-        lineage: random; made at the fresh start, kept by recoveries and by starts from checkpoints.
-        stored: the checkpoint that the plan begins with, or None.
-        sources: the stored values that this rank's tables are then read from.
-        taking: what a fresh start takes from another training, or None.
-        lost: why memory can't be recovered, if that is why the plan begins with a checkpoint.
-        slot_bytes: room of the slots in the arenas that survived; 0 without any.
-        generation: that the arenas of this start are members of.
-        old: the arenas of another number of ranks that the plan goes on from, or None.
+        plan: the plan of this start.
+        layouts: layouts of this rank's tables, then of its rank state's record.
+        block_words: number of words of every rank's data blocks, [world size][k].
+        constants: constants of a new arena of this rank, without its regions.
+        shards: this rank's tables with their places in the whole tables.
+        lineage: random id of the training, made at the fresh start, kept by recoveries and by starts from
+            checkpoints.
+        stored: the checkpoint that the plan begins with; None if it begins with none.
+        sources: the stored values that this rank's tables are read from if `stored` is given.
+        taking: tables that a fresh start takes from another training; None if it takes none.
+        lost: why memory can't be recovered, if the plan begins with a checkpoint for that reason.
+        slot_bytes: room of the slots in the arenas that survived; 0 if none survived.
+        generation: generation that the arenas of this start join.
+        old: the arenas of another number of ranks that the job continues from; None if there are none.
     """
 
     placement: Placement | None
@@ -105,29 +106,30 @@ class World:
 
     @property
     def parity_bytes(self) -> int:
-        """Of this rank's parity."""
+        """Bytes of this rank's parity."""
         if self.placement is None:
             return 0
         return parity_words(self.placement, self.block_words, self.constants.rank) * WORD_BYTES
 
     def dense_bytes(self, replicated: ReplicatedState) -> int:
-        """Of this rank's slices of replicated state, in one slot."""
+        """Bytes of this rank's slices of replicated state in one slot."""
         size_bytes = -(-replicated.size_bytes // ALIGN_BYTES) * ALIGN_BYTES
         return Share.of(self.placement, self.constants.rank).size_bytes(size_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Proposal:
-    """What one rank brings to the negotiation, as plain JSON values.
+    """One rank's message of the negotiation, as plain JSON values.
 
     Attributes:
-        layout: its tables, the room that its rank state needs, and the code: what the layout's hash is of.
-        arguments: what its user asked `protect` for.
-        lineage: random; that of rank 0 counts where a job begins.
-        alike: what the adapters need to be the same on all ranks.
-        places: of its tables in the whole tables: first row, and rows of the whole.
-        by_hand: the tables that its user has placed.
-        sees: whether it sees the folder of its host's name; see `HostFolder`.
+        layout: the rank's tables, the room that its rank state needs, and the code; the layout's hash is of
+            these.
+        arguments: the rank's arguments of `protect`.
+        lineage: a random id; rank 0's is the job's where a job begins.
+        alike: values of the adapters that have to be the same on all ranks.
+        places: for each of the rank's tables its first row in the whole table, and the whole table's rows.
+        by_hand: names of the tables that `shards=` places.
+        sees: whether the rank sees the folder of its host's name; see `HostFolder`.
     """
 
     layout: dict[str, Any]
@@ -139,12 +141,12 @@ class _Proposal:
     sees: bool | None
 
     def layouts(self, room_bytes: int) -> tuple[TableLayout, ...]:
-        """The rank's tables, and a record of `room_bytes` for its rank state."""
+        """Layouts of the rank's tables, and of a record of `room_bytes` for its rank state."""
         tables = [TableLayout.from_json(fields) for fields in self.layout["tables"]]
         return (*tables, rank_state.layout(room_bytes))
 
     def shards(self) -> list[Shard]:
-        """The rank's tables in the whole tables."""
+        """The rank's tables with their places in the whole tables."""
         tables = zip(self.layout["tables"], self.places, strict=True)
         return [Shard(TableLayout.from_json(fields), *place) for fields, place in tables]
 
@@ -157,17 +159,17 @@ def negotiate(
     history: History | None,
     sees: bool | None,
 ) -> World:
-    """Compares what all ranks hold and ask for, and decides how the job goes on. All ranks.
+    """Compares the tables and arguments of all ranks, and decides how the job continues. All ranks.
 
-    The collectives, in their order: every rank's proposal, the checkpoint where the plan may begin with one,
-    and the plans that the ranks came to. All else is a pure function of their results.
+    The collectives, in their order: every rank's proposal, the checkpoint if the plan may begin with one, and
+    the plans that the ranks computed. All else is a pure function of their results.
 
     Args:
-        session: this process's.
-        request: what the user asked for.
+        session: this process's session.
+        request: the user's arguments.
         transport: the control group.
-        training: this rank's.
-        history: of the arenas that survived.
+        training: this rank's training.
+        history: history of the arenas that survived; None if none survived.
         sees: whether this rank sees the folder of its host's name; see `HostFolder`.
 
     Raises:
@@ -242,7 +244,7 @@ def negotiate(
 def _exchange_proposals(
     request: Request, transport: Transport, training: Training, shards: Sequence[Shard], sees: bool | None
 ) -> list[_Proposal]:
-    """Every rank's proposal, in the order of the ranks. All ranks."""
+    """Gathers every rank's proposal, in the order of the ranks. All ranks."""
     code = [request.code.n, request.code.k]
     layout = {
         "tables": [shard.layout.to_json() for shard in shards],
@@ -272,7 +274,7 @@ def _exchange_proposals(
 
 
 def _check_proposals(proposals: Sequence[_Proposal]) -> None:
-    """Refuses arguments that differ between ranks, and a model without tables."""
+    """Raises ConfigurationError if arguments differ between ranks, or no rank has a table."""
     if any(one.arguments != proposals[0].arguments for one in proposals):
         raise ConfigurationError(
             f"the ranks call ecemb.protect() with different arguments: "
@@ -290,7 +292,7 @@ def _check_proposals(proposals: Sequence[_Proposal]) -> None:
 def _placement_of(
     session: Session, request: Request, history: History, proposals: Sequence[_Proposal]
 ) -> Placement | None:
-    """The placement of the arenas that survived, once their layout is that of the model, or has to become so.
+    """Checks that the job can continue from the arenas that survived, and returns their placement.
 
     Raises:
         RendezvousError: another number of ranks made them, and this start is not elastic.
@@ -312,13 +314,14 @@ def _placement_of(
 def _decide(
     session: Session, request: Request, transport: Transport, placement: Placement | None, lineage: str
 ) -> tuple[RecoveryPlan, Stored | None, str | None]:
-    """Chooses where the job goes on: in memory if it can, else at a checkpoint, else at step 0. All ranks.
+    """Chooses where the job continues: in memory if it can, else at a checkpoint, else at step 0. All ranks.
 
-    A host that was cut off may come back beside new ones, when the job has gone on without it and left: a
-    checkpoint of the same training that is newer than what memory can be recovered to shows that.
+    A host that was cut off may come back beside new hosts, after the job has continued without it and ended
+    there. A checkpoint of the same training that is newer than the step that memory can be recovered to shows
+    this, and is then used instead of memory.
 
     Returns:
-        The plan; the checkpoint that it begins with, if any; and why memory can't be recovered, if it can't.
+        The plan; the checkpoint that it begins with, or None; and why memory can't be recovered, or None.
     """
     roster, stored, lost = session.roster, None, None
     damaged = [report for report in roster.reports if report.damage and report.header is None]
@@ -354,7 +357,7 @@ def _decide(
         newest = None
         try:
             newest = saver.find(request.reader, transport, session.job)
-        except CheckpointError as error:  # memory is enough without it
+        except CheckpointError as error:  # the job can continue from memory without the checkpoint
             logger.warning("no checkpoint is compared with memory, which the job goes on from: %s", error)
         if newest and newest.step > plan.transaction and newest.facts.get("lineage") == lineage:
             lost = f"what is left of it is of step {plan.transaction}, and the job went on without it"
@@ -367,13 +370,13 @@ def _decide(
 
 
 def _miss_checkpoint(session: Session, request: Request, reader: CheckpointReader) -> None:
-    """Says that a start at step 0 found nothing to resume from.
+    """Logs that a start at step 0 found no checkpoint to resume from.
 
     Raises:
-        CheckpointFailed: the user asks for a checkpoint.
+        CheckpointFailed: the user requires a checkpoint.
     """
     nothing = f"resume= found no checkpoint: {saver.absence_of(reader)}"
-    if request.resume_required and session.check is None:  # a check has another name, and no memory
+    if request.resume_required and session.check is None:  # a check's job has another name, and no memory
         raise CheckpointFailed(
             f"{nothing}, and job {session.job!r} has no memory. With resume_required=True it doesn't begin "
             f"at step 0: correct the path, or leave resume_required out of its first launch"
@@ -387,14 +390,18 @@ def _miss_checkpoint(session: Session, request: Request, reader: CheckpointReade
 
 
 def _repeat_finish(session: Session, request: Request) -> None:
-    """Tells the durable tier that the job is closed: `Guard.close` may have been cut off before it did."""
+    """Marks the job as finished in the durable tier, as `Guard.close` may have been interrupted before."""
     if session.rank == 0 and isinstance(request.reader, CheckpointWriter):
         step = max((header.committed for header in session.roster.judgement.finished), default=0)
         saver.finish(request.reader, session.job, step)
 
 
 def _check_nothing_is_damaged(session: Session, damaged: Sequence[Report]) -> None:
-    """Refuses a start at step 0 beside an arena that can't be read: it may hold the job's memory."""
+    """Refuses a start at step 0 if an arena can't be read, as this arena may hold the job's memory.
+
+    Raises:
+        ArenaDamaged: there is such an arena.
+    """
     if broken := [report for report in damaged if not report.torn]:
         raise ArenaDamaged(
             f"no arena of the job survived, and {broken[0].path} on {broken[0].host} can't be read: "
@@ -410,7 +417,10 @@ def _rank_state_room(
     stored: Stored | None,
     proposals: Sequence[_Proposal],
 ) -> int:
-    """Bytes of every rank state's record: the survivors', or the most that any rank, old or new, needs."""
+    """Bytes of every rank's record of rank state: as in the survivors, or the most that a rank needs.
+
+    In new arenas that continue from a checkpoint or old arenas, the ranks include those that made these.
+    """
     if history is not None and not plan.begins:
         return history.rank_state_bytes
     before = [] if stored is None else [rank_state.room(size) for size in stored.facts["rank_state_bytes"]]
@@ -420,14 +430,14 @@ def _rank_state_room(
 
 
 def _lineage(history: History | None, stored: Stored | None, proposals: Sequence[_Proposal]) -> str:
-    """Where the job comes from: a checkpoint, the survivors, or rank 0's new name."""
+    """The job's lineage: that of the checkpoint or of the survivors, or a new one, proposed by rank 0."""
     if stored is not None:
         return stored.facts["lineage"]
     return proposals[0].lineage if history is None else history.lineage
 
 
 def _compare_plans(transport: Transport, plans: Sequence[RecoveryPlan], placement: Placement | None) -> None:
-    """Compares the plans and placements that the ranks came to: the last stage. All ranks."""
+    """Compares the plans and placements that the ranks computed: the last stage. All ranks."""
     positions = json.dumps(placement.positions if placement is not None else []).encode()
     mine = b"".join(plan.digest() for plan in plans) + positions
     if len(set(transport.gather(mine, "comparing plans"))) > 1:
@@ -447,7 +457,7 @@ def _with_room(proposal: _Proposal, room_bytes: int) -> dict[str, Any]:
 
 
 def _hash(proposals: Sequence[_Proposal], room_bytes: int) -> str:
-    """Of all ranks' layouts, where every rank's state has the same room."""
+    """Hash of all ranks' layouts, with a room of `room_bytes` for every rank's state."""
     layouts = [_with_room(one, room_bytes) for one in proposals]
     return hashlib.blake2b(json.dumps(layouts).encode(), digest_size=16).hexdigest()
 
@@ -507,10 +517,10 @@ def check_checkpoint(
 def check_transfer(
     request: Request, transport: Transport, shards: tuple[Shard, ...], everywhere: Collection[str]
 ) -> Taking:
-    """Finds what the training takes from another one, and compares it with the model. All ranks.
+    """Finds the tables that the training takes from another one, and compares them with the model. All ranks.
 
     Raises:
-        CheckpointError: there is no checkpoint, or something doesn't fit on a rank; the same on all.
+        CheckpointError: there is no checkpoint, or a table doesn't fit on a rank; the same error on all.
     """
     transfer = cast("Transfer", request.transfer)
     reader = transport.together("looking at transfer=", request.source)
@@ -532,16 +542,18 @@ def check_transfer(
 
 
 class HostFolder:
-    """This rank's part of the comparison; the lock ends with the block, whatever happens in it.
+    """This rank's part in the check that ranks of one host name see one folder.
+
+    A context manager: it releases the lock when the block ends or raises.
 
     Args:
-        folder: of this rank's host.
+        folder: the folder of this rank's host.
         hosts: rank -> its host.
         rank: this rank.
 
     Attributes:
-        sees: whether this rank sees the lock that the first rank of its host's name holds; None if it can't
-            tell, because the file system has no such locks, or the folder is gone or another launch's.
+        sees: whether this rank sees the lock that the first rank of its host's name holds; None if that is
+            not known, because the file system has no such locks, or the folder is gone or another launch's.
     """
 
     def __init__(self, folder: Folder, hosts: Sequence[str], rank: int) -> None:
@@ -556,15 +568,15 @@ class HostFolder:
 
     def __exit__(self, *_: object) -> None:
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # there are no locks here
+            with contextlib.suppress(OSError):  # the file system has no locks
                 fcntl.flock(
                     self._fd, fcntl.LOCK_UN
-                )  # a child that was forked meanwhile has the descriptor too
+                )  # close() is not enough: a forked child may have the descriptor as well
             os.close(self._fd)
             self._fd = None
 
     def lock(self) -> None:
-        """Locks the folder, on the first rank of a name. A collective of all ranks follows, then `look`.
+        """Locks the folder, on the first rank of a host name. A collective of all ranks follows, then `look`.
 
         Raises:
             ArenaInsecure: a level of the folder can't be trusted.
@@ -572,12 +584,12 @@ class HostFolder:
         if self._is_shared and self._is_first:
             with self._folder.opened(create=True) as fd:
                 self._fd = os.dup(fd)
-            with contextlib.suppress(OSError):  # another launch looks, or there are no locks here
+            with contextlib.suppress(OSError):  # another launch tests the lock, or the file system has none
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.sees = True
 
     def look(self) -> None:
-        """Looks for the lock, on the other ranks of the name, and for the locked folder on the first rank.
+        """Tests for the lock, on the other ranks of a name; on the first rank, for the folder that it locked.
 
         Raises:
             ArenaInsecure: a level of the folder can't be trusted.
@@ -606,11 +618,11 @@ def _is_locked(fd: int) -> bool | None:
 
 
 def check_hosts(hosts: Sequence[str], sees: Sequence[bool | None]) -> None:
-    """Compares what the ranks saw. A pure function.
+    """Checks that ranks with the same host name see the same folder. A pure function.
 
     Args:
         hosts: rank -> its host.
-        sees: rank -> its `HostFolder.sees`, after all have looked.
+        sees: rank -> its `HostFolder.sees`, after all ranks have called `look`.
 
     Raises:
         RendezvousError: ranks of one host name don't see one folder.

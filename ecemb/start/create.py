@@ -1,11 +1,11 @@
-"""The creating half of a start: new arenas, what they are filled with, and the old ones that they supersede.
+"""The creating half of a start: new arenas, their initial content, and the removal of superseded arenas.
 
-`claim_or_create` gives this rank its arena: the one that survived, or a new one, laid out with room for the
-worst transaction. `begin` fills new arenas with the model as it is, or from a checkpoint. Invariant: nothing
-that a later start could use is removed before the new arenas hold the plan's transaction.
+`claim_or_create` opens this rank's arena: the arena that survived, or a new one with room for the worst
+transaction. `begin` fills new arenas with the model as it is, or from a checkpoint. Invariant: nothing that a
+later start could use is removed before the new arenas hold the plan's transaction.
 
-Owns the removal of arenas that a start found and doesn't go on with. `Judgement` says what counts; nothing is
-removed that the arenas of a start have not superseded, or that could still be of use.
+Owns the removal of arenas that a start found and doesn't continue with. `Judgement` decides which arenas
+count; an arena is removed only if the arenas of a start have superseded it, or if no start could use it.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _SLOT_SLACK_BYTES = 1 << 28
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One start on this rank: what its stages share once all ranks hold the same plan.
+    """One start on this rank: the data of its stages after the agreement on a plan.
 
     Attributes:
-        session: this process's.
-        request: what the user asked for.
+        session: this process's session.
+        request: the user's arguments.
         transport: the control group.
-        training: what is protected.
-        world: what the ranks agreed on.
+        training: the state to protect.
+        world: the result of the agreement.
         watch: wall time by phase.
         earlier: the arena that this rank claimed in the rendezvous; None for a replacement rank.
     """
@@ -73,18 +73,18 @@ class Start:
 
     @property
     def in_background(self) -> bool:
-        """Whether what was lost is rebuilt beside training."""
+        """Whether lost rows and parity are rebuilt beside training."""
         plan = self.world.plan
         return self.request.rebuild == "background" and bool(plan.rebuild) and not plan.encode
 
 
 def claim_or_create(start: Start, kernels: Kernels) -> RankMemory:
-    """Opens the arena that survived, or creates one where the plan needs a new one. All ranks.
+    """Opens the arena that survived, or creates a new one if the plan needs one. All ranks.
 
     Raises:
         InconsistentArenas: the arenas hold different generators of the code.
         NotEnoughSpace: a new arena doesn't fit.
-        PeerFailure: that of a peer doesn't; this rank's is removed again.
+        PeerFailure: a new arena of a peer doesn't fit; this rank's new arena is removed again.
     """
     session, world = start.session, start.world
     code = start.request.code
@@ -102,7 +102,7 @@ def claim_or_create(start: Start, kernels: Kernels) -> RankMemory:
 
     def open_or_create() -> tuple[Arena, Backing | None]:
         session.arena, backing = (own, None) if own is not None else _create(start)
-        return session.arena, backing  # the session closes it, whatever happens next
+        return session.arena, backing  # in the session, so that an error can close and remove it
 
     try:
         arena, backing = start.transport.together("opening the arenas", open_or_create)
@@ -117,13 +117,13 @@ def claim_or_create(start: Start, kernels: Kernels) -> RankMemory:
 def begin(start: Start, memory: RankMemory, content: InitialContent) -> RecoveryReport:
     """Fills new arenas with the plan's transaction. All ranks.
 
-    An error before the transaction is prepared removes the new arena, as no later start could use it, and
-    leaves this rank with the arena that it came with.
+    After an error before the transaction is prepared, the new arena is removed, as no later start could use
+    it, and the session has the arena again that this rank claimed in the rendezvous.
 
     Args:
         start: this start, whose plan `begins`.
         memory: this rank's new arena, joined.
-        content: what it is filled with.
+        content: the new arena's content.
 
     Raises:
         EcembError: on all ranks.
@@ -143,7 +143,7 @@ def begin(start: Start, memory: RankMemory, content: InitialContent) -> Recovery
 
 
 def _give_up(start: Start) -> None:
-    """Removes this rank's new arena, if it has one, which no later start could use."""
+    """Removes this rank's new arena, if it has one, and restores `Start.earlier` as the session's arena."""
     session = start.session
     if session.arena is not None and session.arena is not start.earlier:
         session.arena.close()
@@ -154,18 +154,18 @@ def _give_up(start: Start) -> None:
 def shared_generator(
     transport: Transport, n: int, k: int, known: Callable[[], Sequence[bytes]]
 ) -> NDArray[np.uint8]:
-    """A code's generator, from the ranks that know it. All ranks.
+    """A code's generator, uint8 [n, k], new, from the ranks that know it. All ranks.
 
-    All that know it show it, as wrong coefficients would spoil all parity.
+    All ranks that know it send it, and all are compared, as wrong coefficients would spoil all parity.
 
     Args:
         transport: the control group.
-        n: of the code.
-        k: of the code.
-        known: the generator of each arena that this rank has, or a new one.
+        n: total blocks of the code.
+        k: data blocks of the code.
+        known: returns the generators in the arenas that this rank has, or a new generator.
 
     Raises:
-        InconsistentArenas: they differ.
+        InconsistentArenas: the generators differ.
     """
     mine = transport.together("reading the generator", lambda: [text[: n * k] for text in known()])
     each = transport.gather(b"".join(dict.fromkeys(mine)), "sharing the generator")
@@ -181,7 +181,7 @@ def shared_generator(
 
 
 def _create(start: Start) -> tuple[Arena, Backing | None]:
-    """A new arena. If its rows and parity come beside training, they are promised memory, and have none."""
+    """Creates an arena. If rows and parity are rebuilt beside training, their memory is only promised."""
     session = start.session
     constants, reserved = _laid_out(start)
     state = State.INIT if start.world.plan.begins else State.REBUILDING
@@ -198,7 +198,7 @@ def _create(start: Start) -> tuple[Arena, Backing | None]:
 
 
 def new_arena_bytes(start: Start) -> int:
-    """Memory that this rank's new arena takes at once: all but slots, journals and inbox."""
+    """Bytes that this rank's new arena takes at once: all regions but slots, journals and inbox."""
     constants, reserved = _laid_out(start)
     head = CONSTANTS_OFFSET + page_aligned(len(constants.encode()))
     return head + sum(map(page_aligned, reserved.values()))
@@ -237,7 +237,7 @@ class InitialContent:
     memory: RankMemory
 
     def write(self) -> None:
-        """Writes rows, rank state, and the slot of the plan's transaction. All ranks."""
+        """Writes rows, rank state, and the slot of the plan's transaction into the new arenas. All ranks."""
         transport, training = self.start.transport, self.start.training
         transaction = self.start.world.plan.transaction
         if self.start.world.stored is None:
@@ -257,7 +257,7 @@ class InitialContent:
         rank_states.write_(self.memory.rank_state, training.rank_state.pack() if packed is None else packed)
 
     def _take(self, taking: Taking) -> None:
-        """Overwrites rows with those of another training. All ranks."""
+        """Overwrites rows with rows of another training. All ranks."""
         start = self.start
 
         def act() -> str:
@@ -272,7 +272,7 @@ class InitialContent:
         """Fills rows, and restores dense state and rank state. All ranks.
 
         Returns:
-            This rank's packed state.
+            This rank's packed rank state.
         """
         transport, training, memory = self.start.transport, self.start.training, self.memory
         transport.together(
@@ -297,10 +297,10 @@ class InitialContent:
         return transport.together("restoring the tables' scalars", pack)
 
     def fill_rows(self, stored: Stored) -> tuple[contents.Read, Stored]:
-        """Fills the rows from what the plan begins with. All ranks.
+        """Fills the rows from the checkpoint, or the old arenas, that the plan begins with. All ranks.
 
         Returns:
-            What reads replicated state and rank states, and the checkpoint as that has it.
+            The function that reads replicated state and rank states, and the checkpoint to pass to it.
         """
         reader, world = cast("CheckpointReader", self.start.request.reader), self.start.world
         shared(
@@ -312,7 +312,7 @@ class InitialContent:
 
 
 def _compare_replicas(transport: Transport, replicated: ReplicatedState) -> None:
-    """Compares dense state among the ranks, by digest. All ranks."""
+    """Raises ConfigurationError if the digest of dense state differs between ranks. All ranks."""
     digest = replicated.digest().to_bytes(8, "little")
     if len(set(transport.gather(digest, "comparing replicated state"))) > 1:
         differs = agreement.compare_replicas(replicated.whole(), transport)
@@ -323,14 +323,14 @@ def _compare_replicas(transport: Transport, replicated: ReplicatedState) -> None
         )
 
 
-_BLOCK_BYTES = 512  # of `st_blocks`
+_BLOCK_BYTES = 512  # bytes of a block in `st_blocks`
 
 
 def make_room(session: Session, plan: RecoveryPlan) -> None:
-    """Removes arenas of this host that hold nothing, before this start's own are LIVE.
+    """Removes arenas of this host that no start can use, before this start's own are LIVE.
 
-    Beside survivors, a replacement's arena that was not rebuilt to the end holds nothing new. Beside arenas
-    that move and have opened this start's generation, neither do those that an earlier move made: they are
+    These are hollow arenas; beside survivors, arenas of replacements that were not rebuilt to the end; and in
+    a move, whose old arenas have opened this start's generation, arenas that an earlier move made, which are
     stale from here on.
     """
     for report in _spent(session, plan):
@@ -338,7 +338,7 @@ def make_room(session: Session, plan: RecoveryPlan) -> None:
 
 
 def room_to_make_bytes(session: Session, plan: RecoveryPlan) -> int:
-    """Memory that `make_room` frees on this host."""
+    """Bytes that `make_room` frees on this host."""
     here = [report.path for report in _spent(session, plan) if report.host == session.directory.host]
     found = [os.stat(path).st_blocks * _BLOCK_BYTES for path in here if os.path.exists(path)]
     return sum(found)
@@ -363,10 +363,10 @@ def _spent(session: Session, plan: RecoveryPlan) -> Iterator[Report]:
 
 
 def discard_superseded(session: Session) -> None:
-    """Removes what the arenas of this start have superseded on this host; all of them are LIVE.
+    """Removes the arenas that the arenas of this start have superseded on this host.
 
-    They have opened a generation that is higher than every other arena's here has joined, and what can't be
-    read counted as lost.
+    Called when all arenas of this start are LIVE: they have opened a generation that is higher than that of
+    any other arena here, and arenas that can't be read counted as lost.
     """
     kept = {header.constants.arena_id for header in session.roster.judgement.survivors}
     for report in session.roster.reports:

@@ -1,13 +1,14 @@
-"""What all arenas of one history hold alike, of this number of ranks or another; all ranks learn it.
+"""The constants that all arenas of one history share, sent to all ranks at a start.
 
 A *history* begins with the fresh start or the resume that made its first arenas; replacements are made with
-the same constants. These may be large, so that they don't go through torchrun's store at a start: survivors
-compare digests over the process group, and one of them sends the bytes to the ranks that have none.
+the same constants. Constants may be large, so they don't go through torchrun's store at a start: survivors
+compare digests over the process group, and one of them sends the bytes to the ranks that have none. The
+arenas may be those of another number of ranks.
 
-`Places` says where the rows of every rank stand in the whole tables, as one text for the arenas' constants:
-an arena describes the tables of its own rank, and another number of ranks needs those of lost ranks as well.
-The text is compact: tables that ranks share are in it once. `OldArenas` are the arenas of another number of
-ranks, from which an elastic start goes on, described as a checkpoint: tables are compared as at a resume.
+`Places` are the places of every rank's rows in the whole tables, as one text in the arenas' constants: an
+arena describes the tables of its own rank, and another number of ranks needs those of lost ranks as well. The
+text is compact: tables that ranks share are in it once. `OldArenas` are the arenas of another number of
+ranks, from which an elastic start continues, described as a checkpoint: tables are compared as at a resume.
 
 Writes to no arena. Must not know: how rows move.
 """
@@ -39,23 +40,23 @@ from ..state import rank_state as rank_states
 
 _DIGEST_BYTES = 16
 _CONSTANTS = struct.Struct(f"<qq{_DIGEST_BYTES}s")
-"""Of a rank's arena: bytes of what it shares with all others; room of its slots; digest of what is alike."""
+"""Description of a rank's arenas: bytes of the shared constants; room of a slot; digest of the constants."""
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """What all arenas that survived hold alike, written at the fresh start or resume that made them.
+    """Constants that all surviving arenas share, written at the fresh start or resume that made them.
 
     Attributes:
-        n: of the code.
-        k: of the code.
+        n: total blocks of the code.
+        k: data blocks of the code.
         positions: rank -> placement position.
         domains: rank -> host.
-        layout_hash: of all ranks' tables.
+        layout_hash: hash of all ranks' tables.
         lineage: see `World`; empty in arenas that older versions made.
-        rank_state_bytes: room for every rank's packed state.
-        slot_bytes: room of the donor's slots: larger in some arenas than in others.
-        everyone: where the rows of each rank stand, by `pack_places`.
+        rank_state_bytes: room for each rank's packed state.
+        slot_bytes: room of a slot in the donor's arena; it differs between arenas.
+        everyone: each rank's tables with their places in the whole tables, by `pack_places`.
     """
 
     n: int
@@ -80,7 +81,7 @@ class History:
 
     @classmethod
     def of(cls, constants: Constants) -> History:
-        """What an arena's constants say of its history."""
+        """The history in an arena's constants."""
         layout = json.loads(constants.layout)
         return cls(
             n=constants.n,
@@ -96,14 +97,14 @@ class History:
 
 
 def shared_history(session: Session, transport: Transport) -> History | None:
-    """The constants of the arenas that survived: compared by digest, sent to ranks that have none. All ranks.
+    """Compares the survivors' constants by digest, and sends them to ranks that have none. All ranks.
 
     Returns:
-        None if no arena survived.
+        The history; None if no arena survived.
 
     Raises:
-        InconsistentArenas: they differ.
-        PeerFailure: what came from the donor is not what it announced.
+        InconsistentArenas: the constants differ.
+        PeerFailure: the constants from the donor don't fit the digest that it announced.
     """
     held = [_packed(arena) for arena in (session.arena, *session.held) if arena is not None]
     own, room_bytes = held[0] if held else (b"", 0)
@@ -140,7 +141,7 @@ def shared_history(session: Session, transport: Transport) -> History | None:
 
 
 def _packed(arena: Arena) -> tuple[bytes, int]:
-    """What an arena shares with all others of its history, and the room of its slots."""
+    """An arena's shared constants as JSON, and the room of its slots in bytes."""
     shared = dataclasses.asdict(History.of(arena.constants))
     room_bytes = shared.pop("slot_bytes")
     return json.dumps(shared, sort_keys=True).encode(), room_bytes
@@ -151,11 +152,11 @@ def _digest(data: bytes) -> bytes:
 
 
 Places = list[list[Shard]]
-"""Of each rank: its tables in the order of their addresses."""
+"""[rank][table]: each rank's tables, in the order of their addresses."""
 
 
 def pack_places(places: Sequence[Sequence[Shard]]) -> str:
-    """One text for the tables of all ranks."""
+    """Packs the tables of all ranks into one text."""
     tables: dict[tuple[str, tuple[Column, ...], str, int | None], int] = {}
     ranks: list[list[tuple[int, int, int]]] = []
     for of_rank in places:
@@ -171,14 +172,14 @@ def pack_places(places: Sequence[Sequence[Shard]]) -> str:
 
 
 def check_hand(places: Sequence[Sequence[Shard]], named: Sequence[Sequence[str]]) -> None:
-    """Refuses tables whose shards, as the script places them, are not the whole table.
+    """Checks that the shards that the script places by `shards=` are the whole table, without overlap.
 
     Args:
-        places: of each rank.
-        named: of each rank, the tables that it has placed by `shards=`.
+        places: rank -> its tables.
+        named: rank -> names of the tables in its `shards=`.
 
     Raises:
-        ConfigurationError: rows are missing or in two shards, or a rank says nothing.
+        ConfigurationError: rows are missing or in two shards, or a rank doesn't place its shard.
     """
     for name in sorted({name for of_rank in named for name in of_rank}):
         found = {rank: one for rank, held in enumerate(places) for one in held if one.layout.name == name}
@@ -220,11 +221,11 @@ def unpack_places(text: str) -> Places:
 
 @dataclasses.dataclass(frozen=True)
 class OldArenas:
-    """What another number of ranks left in memory.
+    """The arenas that another number of ranks made, and from which the job continues.
 
     Attributes:
-        history: what their arenas hold alike.
-        recovery: brings them to one transaction.
+        history: the constants that the arenas share.
+        recovery: the plan that brings the arenas to one transaction.
     """
 
     history: History
@@ -232,12 +233,12 @@ class OldArenas:
 
     @functools.cached_property
     def places(self) -> Places:
-        """Where the rows of each rank stand."""
+        """Each old rank's tables, with their places in the whole tables."""
         return unpack_places(self.history.everyone)
 
     @functools.cached_property
     def layout(self) -> relayout.Layout:
-        """Each rank's rows, its rank state last."""
+        """The layout of each old rank's rows, with its rank state last."""
         room_bytes = self.history.rank_state_bytes
         shards = [
             (
@@ -249,11 +250,11 @@ class OldArenas:
         return relayout.Layout(self.history.placement, self.history.k, tuple(shards))
 
     def stored(self, job: str, more: Mapping[str, Any] | None = None) -> Stored:
-        """The arenas as a checkpoint.
+        """The arenas, described as a checkpoint.
 
         Args:
-            job: its name.
-            more: facts that are known when the arenas have come to the transaction.
+            job: the job's name.
+            more: facts that are known once the arenas are at the plan's transaction; None before.
         """
         facts = {
             "format": FORMAT,

@@ -1,11 +1,11 @@
 """Moves a job's memory to another number of ranks: what each worker does, in order.
 
-    plan_move       what every new rank needs, and one plan for all: nothing is written before
-    settle          the old arenas come to one transaction, as in a recovery, and the space is checked
-    MovedContent    new arenas are filled from the old ones, as they are from a checkpoint at a resume
+    plan_move       agrees on what every new rank needs, and on one plan: nothing is written before
+    settle          checks the space, and brings the old arenas to one transaction, as in a recovery
+    MovedContent    fills new arenas from the old ones, as from a checkpoint at a resume
 
-The new arenas count from the first one that is LIVE; the old ones stay as they are until all are. A failure
-before that leads here again.
+The new arenas count as soon as one of them is LIVE; the old ones stay unchanged until all are. A failure
+before a new arena is LIVE makes the next start move again.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Moving:
     """A move, on this worker.
 
     Attributes:
-        old: the arenas that it begins with.
-        plan: the same on all ranks.
-        generator: uint8 [n, k], of the old code.
-        memories: old rank -> its memory, of those that this worker holds.
-        state_bytes: of the replicated state: in front of the tensors, and the tensors' whole area.
-        undone_rows: rows that were copied back from journals here.
-        redone: whether the parity of a step that was decided was redone here.
-        received_bytes: rows and replicated state that arrived here.
+        old: the old arenas.
+        plan: the plan of the move, the same on all ranks.
+        generator: generator of the old code, uint8 [n, k].
+        memories: old rank -> its memory, for the old arenas that this worker holds.
+        state_bytes: sizes of the replicated state: bytes in front of the tensors, and of their whole area.
+        undone_rows: number of rows that this worker copied back from journals.
+        redone: whether this worker redid the parity of a decided step.
+        received_bytes: bytes of rows and replicated state that came to this worker.
     """
 
     old: OldArenas
@@ -77,7 +77,7 @@ class Moving:
     received_bytes: int = 0
 
     def report(self, report: RecoveryReport) -> RecoveryReport:
-        """The report of a fill, with that of the move."""
+        """The report of the fill, completed with the facts of the move."""
         return dataclasses.replace(
             report,
             lost=self.plan.recovery.lost,
@@ -92,10 +92,10 @@ class Moving:
 
 
 def plan_move(start: Start, old: OldArenas) -> Moving:
-    """Agrees on what moves where. All ranks; nothing is written.
+    """Agrees on the plan of the move. All ranks; nothing is written.
 
     Raises:
-        InconsistentArenas: the old arenas have different generators, or the ranks came to different plans.
+        InconsistentArenas: the old arenas have different generators, or the ranks computed different plans.
         LayoutMismatch: no old rank had a row that is needed.
     """
     session, transport = start.session, start.transport
@@ -143,14 +143,14 @@ def _wanted(start: Start, old: OldArenas) -> list[RowRange]:
 def settle(start: Start, moving: Moving, kernels: Kernels, mark: Callable[[], None]) -> None:
     """Brings the old arenas to one transaction, and makes room for the new ones. All ranks.
 
-    The space is checked first, and nothing is written if it is too little. The old arenas then become members
-    of this start's generation, so that an absent one is stale. What an earlier move left is removed after
-    that: before, its only LIVE arena could come back.
+    The space is checked first, and nothing is written if there is too little. The old arenas then become
+    members of this start's generation, so that an absent arena is stale. Arenas of an earlier move are
+    removed only after that: before, a host with that move's only LIVE arena could come back.
 
     Args:
         start: this start.
-        moving: gets the old memories.
-        kernels: for the arithmetic.
+        moving: the move; gets the old memories and the size of the replicated state.
+        kernels: kernels for the arithmetic.
         mark: sets the job's `started` flag.
 
     Raises:
@@ -197,7 +197,7 @@ def _opened(arena: Arena, moving: Moving, kernels: Kernels) -> RankMemory:
 
 
 def _most_state_bytes(start: Start, moving: Moving) -> tuple[int, int]:
-    """The most replicated state in old slots: bytes in front of the tensors, and of their area. All ranks."""
+    """The largest sizes in old slots: bytes in front of the tensors, and of their whole area. All ranks."""
 
     def mine() -> bytes:
         found = [(0, 0)]
@@ -212,7 +212,7 @@ def _most_state_bytes(start: Start, moving: Moving) -> tuple[int, int]:
 
 
 def _check_space(start: Start, moving: Moving, state_bytes: tuple[int, int]) -> None:
-    """Raises unless this host has room for the new arenas beside the old ones."""
+    """Raises NotEnoughSpace unless this host has memory for the new arenas beside the old ones."""
     session, world = start.session, start.world
     front_bytes, area_bytes = state_bytes
     buffers = Counter(session.hosts)
@@ -250,14 +250,14 @@ def _check_space(start: Start, moving: Moving, state_bytes: tuple[int, int]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class _Into:
-    """Where values of an old column go.
+    """The destination in this rank's new table of values from an old column.
 
     Attributes:
-        start: the whole table's row at which the rows begin.
+        start: the first row of this rank's rows in the whole table.
         values: this rank's values, [rows, width]; overwritten.
-        source: which of the stored values are taken.
+        source: selects the old column's values, and their places in `values`.
         column: the old column.
-        at: its first byte in an old record.
+        at: offset of the old column in an old record, in bytes.
     """
 
     start: int
@@ -267,7 +267,12 @@ class _Into:
     at: int
 
     def take(self, rows: range, records: NDArray[np.uint8]) -> None:
-        """Takes these rows' values out of their records, uint8 [rows, record bytes]."""
+        """Copies the values of those of these rows that this rank has.
+
+        Args:
+            rows: rows of the whole table.
+            records: their old records, uint8 [rows, record bytes]; read.
+        """
         low, high = max(rows.start, self.start), min(rows.stop, self.start + len(self.values))
         if low < high and self.column.row_bytes:
             part = records[low - rows.start : high - rows.start, self.at : self.at + self.column.row_bytes]
@@ -278,10 +283,10 @@ class _Into:
 
 
 class _Arrivals:
-    """Takes what arrives at this rank, and then reads what is not rows.
+    """Stores rows that come to this rank, and then reads rank states and replicated state as a checkpoint.
 
     Args:
-        content: what is filled.
+        content: the content of the new arenas.
     """
 
     def __init__(self, content: MovedContent) -> None:
@@ -308,11 +313,11 @@ class _Arrivals:
             into.take(move.rows, records)
 
     def stored(self, job: str, state: NDArray[np.uint8]) -> Stored:
-        """Begins to read replicated state and rank states.
+        """Prepares `read`, and returns the description of the old arenas as a checkpoint.
 
         Args:
-            job: its name.
-            state: the replicated state, whole.
+            job: the job's name.
+            state: the whole replicated state, uint8 [bytes]; read, also by `read`.
         """
         _, names, tensors = unpacked(state)
         front = torch.from_numpy(in_front(state).copy())
@@ -333,7 +338,7 @@ class _Arrivals:
 
 
 def _column(layout: TableLayout, name: str) -> tuple[Column, int]:
-    """A column, and its first byte in a record."""
+    """A column, and its offset in a record in bytes."""
     at = 0
     for column in layout.columns:
         if column.name == name:
@@ -344,18 +349,18 @@ def _column(layout: TableLayout, name: str) -> tuple[Column, int]:
 
 @dataclasses.dataclass(frozen=True)
 class MovedContent(InitialContent):
-    """The content of new arenas: that of old ones.
+    """The content of new arenas, from the old arenas of another number of ranks.
 
     Attributes:
-        moving: the move, settled.
-        kernels: for the arithmetic.
+        moving: the move, after `settle`.
+        kernels: kernels for the arithmetic.
     """
 
     moving: Moving
     kernels: Kernels
 
     def fill_rows(self, stored: Stored) -> tuple[contents.Read, Stored]:
-        """See `InitialContent.fill_rows`: from the old arenas."""
+        """Fills the rows from the old arenas; see `InitialContent.fill_rows`."""
         moving, transport, memories = self.moving, self.start.transport, self.moving.memories
         arrivals = transport.together("preparing the move", lambda: _Arrivals(self))
         moving.received_bytes += carry(

@@ -2,21 +2,21 @@
 
 `open_memory` runs them from top to bottom (docs/protocol.md, 3.3):
 
-    agree        what is protected, who holds what, and one plan for all: nothing is written before
+    agree        examine the training, and agree on one plan: nothing is written before
     attach       claim or create the arena, and join the generation: nothing changes before
-    begin        new arenas are filled with the model, or with a checkpoint (`create`), or
-    recover      survivors undo and redo, and lost memory is rebuilt
-    supersede    every arena is LIVE: what earlier starts left is removed
-    restore      state that is not rows
-    report       to the log, and to people who watch the arenas
+    begin        fill new arenas with the model, or with a checkpoint (`create`), or
+    recover      undo and redo on survivors, and rebuild lost memory
+    supersede    every arena is LIVE: remove the arenas that earlier starts left
+    restore      restore the state that is not rows
+    report       write the result to the log and to the arenas' headers
 
 A check that can fail on one rank alone runs through `Transport.together`, so that it fails on all.
 
 Owns the connections that ecemb makes for itself, beside the training's own, with the session's deadline: the
-control group and its notes, which carry the collectives of the protocol; the mesh of swaps or the fabric that
-`parity_backend` asks for, which carry deltas; and those over which ranks ask for what they lost. All are
-collective calls. A gloo device is a thread that looks for messages a hundred times a second, also while there
-are none. The control group uses that of the training, where there is one.
+control group and its notes, which carry the collectives of the protocol; the mesh of swaps, or the fabric of
+`parity_backend`, which carry deltas; and those for requests of lost words. All are made by collective calls.
+A gloo device is a thread that polls for messages a hundred times a second, also while there are none. The
+control group uses the device of the training's group, if it has one.
 """
 
 from __future__ import annotations
@@ -75,7 +75,15 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """This rank's memory, live, with everything that a transaction needs."""
+    """The result of `open_memory`.
+
+    Attributes:
+        start: the start.
+        memory: this rank's memory; LIVE, or REBUILDING while it is rebuilt beside training.
+        saver: the durable tier.
+        report: the outcome of the start.
+        background: this rank's part in a rebuild beside training.
+    """
 
     start: Start
     memory: RankMemory
@@ -88,12 +96,12 @@ def open_memory(session: Session, asked: Callable[[], Request]) -> Opened:
     """Opens the memory of this rank. All ranks.
 
     Args:
-        session: this process's.
-        asked: what the user asks for. It may raise on one rank alone, which has no working directory to begin
-            a path at, for example.
+        session: this process's session.
+        asked: returns the user's arguments. It may raise on one rank alone, for example if only this rank has
+            no working directory for a relative path.
 
     Raises:
-        EcembError: any of the tree; on all ranks if on one.
+        EcembError: any error of the tree; on all ranks if on one.
         Surveyed: the script is only checked; nothing was written.
     """
     session.activity.place = "in ecemb.protect()"
@@ -106,7 +114,7 @@ def open_memory(session: Session, asked: Callable[[], Request]) -> Opened:
 
 @contextmanager
 def _naming_the_removal(session: Session) -> Generator[None]:
-    """Adds to each `LayoutMismatch` the way out of the memory that it is about."""
+    """Adds to each `LayoutMismatch` the command that removes the job's memory."""
     try:
         yield
     except LayoutMismatch as error:
@@ -116,7 +124,7 @@ def _naming_the_removal(session: Session) -> Generator[None]:
 
 
 def _open(start: Start, before_s: Mapping[str, float]) -> Opened:
-    """Opens the memory of this rank, once all ranks hold the same plan. All ranks."""
+    """Opens the memory of this rank, after all ranks have agreed on a plan. All ranks."""
     with start.watch.phase("kernels"):
         kernels = contract.get_kernels("cpu", torch.get_num_threads())
     background, old = Background(), start.world.old
@@ -137,7 +145,7 @@ def _open(start: Start, before_s: Mapping[str, float]) -> Opened:
 
 
 def _moved(start: Start, old: OldArenas, kernels: contract.Kernels) -> tuple[RankMemory, RecoveryReport]:
-    """Opens new memory, filled from that of another number of ranks. All ranks."""
+    """Opens new memory, filled from the memory of another number of ranks. All ranks."""
     with start.watch.phase("settle"):
         moving = plan_move(start, old)
         settle(start, moving, kernels, lambda: _flag_started(start, start.session.roster.generation))
@@ -147,7 +155,7 @@ def _moved(start: Start, old: OldArenas, kernels: contract.Kernels) -> tuple[Ran
 
 
 def _before(session: Session) -> dict[str, float]:
-    """How long this process took until here, by phase; see `RecoveryReport`."""
+    """Seconds from the start of this process to this call, by phase; see `RecoveryReport.before_s`."""
     began, now = processes.made_at(), time.monotonic()
     seconds: dict[str, float] = {}
     if processes.script_began is not None:
@@ -161,8 +169,8 @@ def _agree(session: Session, asked: Callable[[], Request], if_it_fails: ExitStac
     """Examines the training and negotiates a plan; nothing is written. All ranks.
 
     Raises:
-        JobFinished: the job goes on elsewhere.
-        UsageError: the script has been refused in this launch.
+        JobFinished: the job has left this launch, and may continue in another one.
+        UsageError: an earlier start of this launch was refused.
         Surveyed: the script is only checked, and ends here.
     """
     watch = Stopwatch()
@@ -224,9 +232,9 @@ def _attach(start: Start, kernels: contract.Kernels) -> RankMemory:
 
 
 def _flag_recovery(start: Start) -> None:
-    """Sets the job's `started` flag to this generation, so that it is known if no arena of it is seen again.
+    """Sets the job's `started` flag to this generation, by which a start without any arena knows that it ran.
 
-    A start with new arenas sets it when all of them are LIVE: until then, the earlier arenas count.
+    A start with new arenas sets the flag when all of them are LIVE: until then, the earlier arenas count.
     """
     if not start.world.plan.begins:
         _flag_started(start, start.world.generation)
@@ -237,7 +245,7 @@ def _flag_started(start: Start, generation: int) -> None:
 
 
 def _recover(start: Start, memory: RankMemory) -> tuple[RecoveryReport, Background]:
-    """Brings the arenas to the plan's transaction, and tables to the memory in them. All ranks."""
+    """Brings the arenas to the plan's transaction, and points the tables to the rows in them. All ranks."""
     transport, tables, plan = start.transport, start.training.tables, start.world.plan
     background, in_background = Background(), start.in_background
     transport.together("pointing to the tables", lambda: tables.place(memory.space.tables, fresh=False))
@@ -260,7 +268,7 @@ def _recover(start: Start, memory: RankMemory) -> tuple[RecoveryReport, Backgrou
 
 
 def _fetch_first(memory: RankMemory, tables: Tables, background: Background, uploader: Uploader) -> None:
-    """Waits for rank state, and for tables whose lookups can't wait for single rows. This rank."""
+    """Waits for rank state, and for tables whose lookups can't wait for single rows. This rank alone."""
     if not background.is_lacking:
         return
     background.ensure(len(memory.space.tables) - 1, np.arange(memory.space.named[-1].table.layout.rows))
@@ -270,14 +278,14 @@ def _fetch_first(memory: RankMemory, tables: Tables, background: Background, upl
 
 
 def _supersede(start: Start, memory: RankMemory) -> None:
-    """Removes what earlier starts left, as the arenas of this start are LIVE on all ranks. All ranks.
+    """Removes arenas of earlier starts, as recovery has ended on all ranks. All ranks.
 
-    No rank trains before all have returned from here.
+    A rank returns only after all ranks have removed theirs, so no rank trains before.
     """
     start.transport.barrier("the end of recovery")
     if start.earlier is not None and start.earlier is not memory.arena:
-        _remove(start.earlier)  # it survived, but other ranks lost more than the code survives
-    for arena in start.session.held:  # it has moved
+        _remove(start.earlier)  # the arena survived, but other ranks lost more than the code survives
+    for arena in start.session.held:  # the arena's rows have moved
         _remove(arena)
     start.session.held = ()
     _flag_started(start, start.world.generation)
@@ -294,10 +302,11 @@ def _remove(arena: Arena) -> None:
 
 
 def _restore(start: Start, memory: RankMemory) -> None:
-    """Puts back what is not rows, except at a fresh start, which has all of it. All ranks.
+    """Restores the state that is not rows; not at a fresh start, whose state is the script's. All ranks.
 
     Gradient buckets come first: their rehearsal runs the hooks of gradients, the user's and
-    DistributedDataParallel's, which may draw, count, and step optimizers. The buckets' orders are scalars.
+    DistributedDataParallel's, which may draw random numbers, count, and step optimizers. The buckets' orders
+    are among the scalars, so these come before.
     """
     if start.world.plan.kind == "fresh":
         return
@@ -314,12 +323,12 @@ def _restore(start: Start, memory: RankMemory) -> None:
     with start.watch.phase("restore"):
         slots = gathered(memory, transport)
         transport.together("restoring dense state", lambda: training.replicated.load(slots, memory.committed))
-        # The last of all: nothing may draw after it.
+        # Rank state comes last: no random number may be drawn after its generators are restored.
         transport.together("restoring rank state", lambda: training.rank_state.unpack(packed))
 
 
 def _saver(start: Start, memory: RankMemory) -> Saver:
-    """The durable tier of the training, which remembers where the job resumed from."""
+    """The durable tier of the training, with the checkpoint store that the job resumed from."""
     session, request, training = start.session, start.request, start.training
     saver = Saver(
         JobIdentity(session.job, start.world.lineage, (request.code.n, request.code.k)),
@@ -335,7 +344,7 @@ def _saver(start: Start, memory: RankMemory) -> Saver:
 
 
 def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
-    """Says how the start went: in the log, and in the arena's header. All ranks."""
+    """Writes the outcome of the start to the log and to the arena's header. All ranks."""
     session, stored = start.session, start.world.stored
     if session.rank == 0 and stored is not None:
         if start.world.old is None:
@@ -363,7 +372,7 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
 
 
 def _warn_of_lost(state: RankState) -> None:
-    """Says what no recovery brings back."""
+    """Warns of objects and metrics whose state no recovery restores."""
     if state.empty:
         logger.warning(
             "%s: state_dict() is empty, so nothing of it comes back after a failure if it stays empty: give "
@@ -405,7 +414,7 @@ def _log_resumption(session: Session, request: Request, world: World, stored: St
 
 
 def _others(world: World) -> list[str]:
-    """Stored tables that this rank's tables of another name, or with other columns, are read from."""
+    """Names of stored tables from which tables of this rank with another name or other columns are read."""
     pairs = world.sources.items()
     found = {one.table: 0 for key, sources in pairs for one in sources if one.key != key}
     return list(found)
@@ -421,16 +430,16 @@ def _warn_of_next_loss(session: Session, world: World) -> None:
 
 
 _ON_DEVICE = "ecemb_gloo"
-"""The name in torch of gloo groups on a device that another group has made."""
+"""Name of the torch backend for gloo groups on the device of another group."""
 _WHOLE_REBUILD_S = 30 * 86400.0
-"""How long a holder waits for a request."""
+"""How long a holder waits for a request, in seconds."""
 
 
 def control_group(session: Session, *, notes: bool = False) -> Transport:
-    """A gloo group of all ranks, apart from the training's collectives. All ranks.
+    """Makes a gloo group of all ranks, separate from the training's collectives. All ranks.
 
     Args:
-        session: This process's.
+        session: This process's session.
         notes: Whether the group has notes, which carry the rounds of steps and of `barrier`.
     """
     patience = datetime.timedelta(seconds=session.patience_s)
@@ -449,13 +458,20 @@ def control_group(session: Session, *, notes: bool = False) -> Transport:
 
 
 def swap_mesh(session: Session, transport: Transport, placement: Placement) -> Mesh:
-    """This rank's connections for deltas, with those that keep each other's parity. All ranks."""
+    """Connects this rank with those that it sends deltas to or receives deltas from. All ranks."""
     near = {*placement.recipients(session.rank), *placement.senders(session.rank)}
     return _mesh(session, transport, sorted(near), b"streams")
 
 
 def _mesh(session: Session, transport: Transport, near: Sequence[int], purpose: bytes) -> Mesh:
-    """Connects this rank with some others, each of which names this rank as well. All ranks."""
+    """Connects this rank with some other ranks. All ranks.
+
+    Args:
+        session: this process's session.
+        transport: the control group.
+        near: the other ranks; each of them has this rank in its own `near`.
+        purpose: appended to the secret of the handshake; different for each mesh.
+    """
     with Listener() as listener:
         own = np.array([listener.port], np.uint64)
         ports = {peer: np.zeros(1, np.uint64) for peer in near}
@@ -465,8 +481,8 @@ def _mesh(session: Session, transport: Transport, near: Sequence[int], purpose: 
             for peer, port in ports.items()
         }
         secret = bytes.fromhex(session.roster.secret) + purpose
-        deadline = time.monotonic() + session.patience_s  # a busy rank is waited for
-        # None sends before all have connected: what it sends could be taken for a part of a handshake.
+        deadline = time.monotonic() + session.patience_s  # the longer deadline: a peer may only be busy
+        # No rank sends before all have connected: its data could be taken for a part of a handshake.
         links = transport.together(
             "connecting",
             lambda: connect(listener, session.rank, session.world_size, peers, secret, deadline),
@@ -475,13 +491,13 @@ def _mesh(session: Session, transport: Transport, near: Sequence[int], purpose: 
 
 
 def training_devices() -> Sequence[Any]:
-    """The gloo devices of the training's default group; none if it has no gloo, or torch hides them."""
+    """The gloo devices of the training's default group; empty if it has no gloo, or torch hides them."""
     world: Any = dist.group.WORLD
-    if world is None:  # it has been destroyed: torch says so when a group is made
+    if world is None:  # destroyed by the script: torch raises when the next group is made
         return ()
     try:
         gloo: Any = world._get_backend(torch.device("cpu"))
-    except RuntimeError:  # a group of devices alone
+    except RuntimeError:  # the group has no backend for the CPU
         return ()
     if not isinstance(gloo, dist.ProcessGroupGloo):
         return ()
@@ -489,7 +505,7 @@ def training_devices() -> Sequence[Any]:
 
 
 def _on_training_devices(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
-    """A gloo backend that makes no device of its own; torch calls it for a new group."""
+    """Makes a gloo backend on the training's devices, without a new one. Called by torch for a new group."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices, options._timeout = training_devices(), timeout
@@ -497,7 +513,7 @@ def _on_training_devices(store: dist.Store, rank: int, world_size: int, timeout:
 
 
 def requests(session: Session, transport: Transport, plan: RecoveryPlan) -> Mesh:
-    """This rank's connections for a rebuild beside training. All ranks."""
+    """Connects this rank with its partners in a rebuild beside training. All ranks."""
     made = _mesh(session, transport, partners(plan, session.rank), b"requests")
     # A holder may get no request while other blocks are rebuilt; the failure detector knows which rank died.
     if session.rank not in plan.lost:
@@ -506,11 +522,11 @@ def requests(session: Session, transport: Transport, plan: RecoveryPlan) -> Mesh
 
 
 def fabric(session: Session, backend: ParityBackend, transport: Transport) -> Fabric:
-    """A group of all ranks that sends from each rank's own device. All ranks.
+    """Makes a group of all ranks that sends from each rank's own device. All ranks.
 
     Args:
-        session: this process's.
-        backend: of the group.
+        session: this process's session.
+        backend: the group's backend.
         transport: the control group.
 
     Raises:
@@ -530,7 +546,11 @@ def fabric(session: Session, backend: ParityBackend, transport: Transport) -> Fa
 
 
 def _device(backend: ParityBackend) -> tuple[torch.device, bytes]:
-    """The device that a backend sends from, and a name that no other device has."""
+    """The device that a backend sends from, and a name that is unique to the device.
+
+    Raises:
+        ConfigurationError: there is no CUDA device, or torch lacks the backend.
+    """
     if torch.cuda.is_available() and dist.is_backend_available(backend):
         device = torch.device("cuda", torch.cuda.current_device())
         return device, str(torch.cuda.get_device_properties(device).uuid).encode()

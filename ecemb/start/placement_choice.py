@@ -1,6 +1,6 @@
-"""How the parity of new arenas is spread over ranks and hosts: the choice of code, and the placement.
+"""The choice of code and placement, which spread the parity of new arenas over ranks and hosts.
 
-Pure, but for the warnings: the same on all ranks. Must not know: arenas, plans.
+Pure except for log lines: the same on all ranks. Must not know: arenas, plans.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 
 def chosen(codes: Sequence[Code], hosts: Sequence[str], domain: FailureDomain) -> Code:
-    """The first of `codes` that fits, by preference.
+    """The first of `codes` that fits the ranks and hosts.
 
-    With "auto", the first that puts the blocks of each stripe on different hosts, else the first that fits
-    the number of ranks. One rank has no parity, so that any code fits.
+    With "auto", the first code that puts the blocks of each stripe on different hosts; if there is none, the
+    first code that fits the number of ranks. One rank has no parity, so any code fits.
 
     Args:
-        codes: one or more.
+        codes: one or more codes, by preference.
         hosts: rank -> its host.
-        domain: of failures.
+        domain: the failure domain.
 
     Raises:
-        PlacementError: none fits; the message, that of the last one, has codes that do.
+        PlacementError: no code fits; the message has the last code's reason, which names codes that fit.
     """
     if len(codes) == 1 or len(hosts) == 1:
         return codes[0]
@@ -52,13 +52,13 @@ def placed(code: Code, hosts: Sequence[str], domain: FailureDomain, *, first: bo
     """The placement of a start with new arenas; None for one rank.
 
     Args:
-        code: which fits, or an error names codes that do.
+        code: the code.
         hosts: rank -> its host.
-        domain: of failures.
-        first: whether this is the rank that warns.
+        domain: the failure domain.
+        first: whether this rank logs the warning about hosts.
 
     Raises:
-        PlacementError: the code does not fit.
+        PlacementError: the code does not fit; the message names codes that do.
     """
     if len(hosts) == 1:
         logger.warning(

@@ -1,8 +1,8 @@
-"""What the user asks `ecemb.protect` for, and what of the training that is, checked on this rank alone.
+"""The arguments of `ecemb.protect`, and the state of the training, checked on this rank alone.
 
-Owns the rules that an argument breaks whatever the other ranks ask for, and the division of a training's
-state into tables, replicated state and rank state, as this rank finds it in the model and its optimizers.
-Must not know the other ranks, nor arenas.
+Owns the rules for arguments that don't depend on other ranks, and the division of a training's state into
+tables, replicated state and rank state, as this rank finds it in the model and its optimizers. Must not know
+the other ranks, nor arenas.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ RebuildMode = Literal["blocking", "background"]
 
 
 def codes_of(given: object) -> tuple[Code, ...]:
-    """The codes that a `code=` stands for, by preference.
+    """The codes in a `code=` argument, by preference.
 
     Raises:
-        ConfigurationError: it is neither a code nor some.
+        ConfigurationError: the argument is neither a code nor a list or tuple of codes.
     """
     one_or_more: Any = given if isinstance(given, (list, tuple)) else (given,)
     codes = tuple(one for one in one_or_more if isinstance(one, Code))
@@ -52,29 +52,29 @@ def codes_of(given: object) -> tuple[Code, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the user asked `protect` for.
+    """The user's arguments of `protect`.
 
     Attributes:
         model: the whole model.
         optimizers: all optimizers of the training.
         modules: modules of tables that are sharded by hand, by key.
         code: the (n, k) code; the first of `codes` until one is chosen.
-        state: the user's objects, as they were given.
+        state: the user's objects, as passed in `state=`.
         window: number of steps in a transaction.
-        overlap: whether a thread decides a transaction during the next one's body.
+        overlap: whether a thread decides a transaction while the next step's body runs.
         failure_domain: see `ecemb.protect`.
-        parity_backend: what deltas are sent over.
+        parity_backend: the transport of deltas.
         reader: finds a checkpoint; None without `resume=`.
         without: parameters and modules that no optimizer changes.
         compare_every: commits between two comparisons of replicated state among the ranks.
         resume_required: whether a start without memory needs a checkpoint.
         renamed: key of a table -> its key in the checkpoint, where the two differ.
-        transfer: tables that a fresh start takes from another training.
+        transfer: tables that a fresh start takes from another training; None for none.
         elastic: whether the memory may move to another number of ranks.
-        codes: those to choose from, by preference; `code` alone if there are none.
+        codes: the codes to choose from, by preference; empty for `code` alone.
         shards: key of a table that is sharded by hand -> first row of this rank's rows in the whole table,
             and the whole table's number of rows.
-        rebuild: whether training waits for lost rows, or begins without them.
+        rebuild: whether training waits for lost rows ("blocking"), or begins without them ("background").
 
     Raises:
         ConfigurationError: an attribute breaks a rule.
@@ -130,7 +130,7 @@ class Request:
         self._check_shards()
 
     def _check_shards(self) -> None:
-        """Checks where tables that are sharded by hand stand."""
+        """Checks `shards`, the places of tables that are sharded by hand."""
         given: Any = self.shards
         form = "shards= takes a mapping from keys of tables= to (first row, rows of the whole table)"
         if not isinstance(given, Mapping):
@@ -146,7 +146,7 @@ class Request:
                 )
 
     def _check_sources(self) -> None:
-        """Checks what names another training's tables."""
+        """Checks `renamed` and `transfer`, which name tables of a checkpoint or another training."""
         given: Any = self.renamed
         if not isinstance(given, Mapping) or not all(
             isinstance(one, str) for one in (*given, *given.values())
@@ -169,11 +169,12 @@ class Request:
             self.source()
 
     def with_code_for(self, hosts: Sequence[str], held: tuple[int, int] | None) -> Request:
-        """This request with one code.
+        """This request with the chosen code.
 
         Args:
             hosts: rank -> its host.
-            held: (n, k) of the arenas that the job goes on with, if these ranks made them.
+            held: (n, k) of the arenas that the job continues with; None if there are none, or if another
+                number of ranks made them.
 
         Raises:
             PlacementError: no code fits.
@@ -183,15 +184,15 @@ class Request:
         return dataclasses.replace(self, code=(same or [chosen(codes, hosts, self.failure_domain)])[0])
 
     def source(self) -> CheckpointReader:
-        """The reader of `transfer`, which is given.
+        """The reader of `transfer`, which must not be None.
 
         Raises:
-            ConfigurationError: its source is neither a path nor a reader.
+            ConfigurationError: the transfer's source is neither a path nor a reader.
         """
         return reader_of(cast("Transfer", self.transfer).source, "Transfer(source)")
 
     def origin(self) -> dict[str, Any]:
-        """What names another training's tables, as plain values."""
+        """`renamed` and `transfer` as plain JSON values, for the comparison between ranks."""
         taken: list[Any] = []
         if self.transfer is not None:
             names = self.transfer.tables
@@ -207,15 +208,15 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A training's state, by how it comes back.
+    """A training's state, divided by how it is recovered.
 
     Attributes:
         tables: protected tables, whose rows parity covers.
-        optimizers: those that step tables, by name.
+        optimizers: the guard's optimizers, with the checks of their steps.
         buckets: gradient buckets of DistributedDataParallel.
         replicated: dense parameters, buffers and their optimizers' state: the same on all ranks.
         rank_state: generators, scalars, `state=` objects and metrics of this rank.
-        state_bytes: room for the packed rank state.
+        state_bytes: room for the packed rank state, in bytes.
     """
 
     tables: Tables
@@ -227,11 +228,12 @@ class Training:
 
 
 def examine_training(request: Request) -> Training:
-    """Finds the state of a training; this rank alone.
+    """Finds the state of a training. This rank alone.
 
     Raises:
-        ConfigurationError: the model, an optimizer or a `state=` object can't be protected; also
-            UnsupportedTable, UnsupportedOptimizer.
+        ConfigurationError: the model, an optimizer or a `state=` object can't be protected.
+        UnsupportedTable: a table can't be protected.
+        UnsupportedOptimizer: a table's optimizer can't be protected, or a table has none.
     """
     tables, optimizers = find(request.model, request.modules, request.optimizers)
     _check_state(objects_of(request.state), tables.parameters)
@@ -254,7 +256,12 @@ def examine_training(request: Request) -> Training:
 
 
 def _check_state(state: Mapping[str | int, object], own: Sequence[nn.Parameter]) -> None:
-    """Refuses `state=` objects whose return would overwrite tables or their optimizers' state."""
+    """Raises ConfigurationError if restoring a `state=` object would overwrite protected tables.
+
+    Args:
+        state: the `state=` objects, by name or index.
+        own: parameters of the protected tables.
+    """
     tables = {id(parameter) for parameter in own}
     for key, item in state.items():
         held: list[Any] = []

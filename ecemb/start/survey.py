@@ -1,9 +1,9 @@
-"""What `protect` would protect, and what it knows nothing of: the matter of `python -m ecemb check`.
+"""The state that `protect` would protect, and the script's state that it would not: `python -m ecemb check`.
 
-Owns the survey of a training where it calls `protect`: tables, replicated state, rank state, what of the
-script's objects no one of these holds, memory and losses. Looks only; nothing is written, on no rank.
+Owns the survey of a training where it calls `protect`: tables, replicated state, rank state, objects of the
+script in none of these, memory, and tolerated losses. Only reads; nothing is written on any rank.
 
-Must not know: arenas, journals, how a survey is shown.
+Must not know: arenas, journals, how a survey is printed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from ..state.rank_state import objects_of
 from .create import Start
 from .request import Request, Training
 
-_DEEP = 6  # attributes and items from an object that the script names
-_MOST_ITEMS = 256  # of a container: more are data
+_DEEP = 6  # attributes and items to follow from an object that the script names
+_MOST_ITEMS = 256  # a container with more items is data, and is not searched
 _LIBRARIES = ("ecemb", "torchrec", "fbgemm_gpu", "pytorch_lightning", "lightning", "torch.distributed")
-_LEAVES = (type, torch.Tensor, ModuleType, FunctionType, MethodType)  # with attributes, but no part of them
+_LEAVES = (type, torch.Tensor, ModuleType, FunctionType, MethodType)  # objects that are not searched
 _PARTS = (
     "tables",
     "parity",
     "dense",
     "dense",
     "rank_state",
-)  # of a rank's memory; dense state is there twice
+)  # parts of a rank's memory; dense state is in two slots
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -51,7 +51,7 @@ class Surveyed(BaseException):
     """Ends a script that is only checked, where it calls `protect`.
 
     Attributes:
-        survey: what was found, the same on all ranks.
+        survey: the survey, the same on all ranks.
     """
 
     def __init__(self, survey: Survey) -> None:
@@ -61,12 +61,12 @@ class Surveyed(BaseException):
 
 @dataclass(frozen=True)
 class Unknown:
-    """Something of the script that comes back with nothing.
+    """An object of the script with state that is not recovered after a failure.
 
     Attributes:
-        name: how the script gets at it.
-        kind: what it is.
-        lost: what becomes of it at a restart, and what to do.
+        name: expression by which the script reaches the object.
+        kind: the object's class.
+        lost: its state after a restart, and what to do, as text.
     """
 
     name: str
@@ -76,21 +76,22 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a start of the training would protect.
+    """The state that a start of the training would protect.
 
     Attributes:
-        job: its name.
+        job: the job's name.
         hosts: rank -> host.
         code: (n, k).
-        tables: key -> [rows of each rank that has it], and its columns.
-        replicated: name -> shape and type of dense parameters and buffers.
-        optimizers: of dense parameters: kind, and the number of these.
-        generators: that come back by themselves.
-        state: names, if they have some, and kinds of the `state=` objects of rank 0.
-        metrics: name of each metric in `state=` or the model -> its kind, and names of its states.
-        unknown: see `Unknown`.
-        bytes: by rank: `tables`, `parity`, `dense` (its slices, in one of two slots), `rank_state`.
-        survives: what may be lost at once.
+        tables: key -> [rows of each rank that has the table], and text with its columns.
+        replicated: name of each dense parameter and buffer -> text with its shape and dtype.
+        optimizers: text with the class of each optimizer of dense parameters, and their number.
+        generators: libraries whose global random generators are recovered.
+        state: classes, and names if they have some, of the `state=` objects of rank 0.
+        metrics: name of each metric in `state=` or the model -> its class, and names of its states.
+        unknown: objects whose state is not recovered.
+        bytes: per rank, bytes of `tables`, `parity`, `dense` (its slices, in one of two slots) and
+            `rank_state`.
+        survives: text with the losses that are survived.
     """
 
     job: str
@@ -108,7 +109,7 @@ class Survey:
 
 
 def survey(start: Start) -> Survey:
-    """What a start would protect, the same on all ranks. All ranks."""
+    """The survey of the training, the same on all ranks. All ranks."""
     session, request, world, training = start.session, start.request, start.world, start.training
     tables, replicated = training.tables, training.replicated
     kept, dense = replicated.kept
@@ -165,7 +166,7 @@ def _check_space(session: Session, needed_bytes: int) -> None:
 
 
 def survives(placement: Placement | None, hosts: Sequence[str]) -> str:
-    """What may be lost at once, in words."""
+    """Text with the losses that are survived with a placement on these hosts."""
     crashes = "all processes may die at any moment while the hosts stay up"
     if placement is None:
         return f"{crashes}; one rank has no parity, and its memory may not be lost"
@@ -183,11 +184,11 @@ def survives(placement: Placement | None, hosts: Sequence[str]) -> str:
 
 
 def unknown(request: Request, training: Training) -> list[Unknown]:
-    """Objects with state that the script has in reach, and that come back with nothing.
+    """Objects that the script can reach, and whose state is not recovered.
 
     Args:
-        request: what the user asked for.
-        training: what comes back of it.
+        request: the user's arguments.
+        training: the state that is recovered.
     """
     tables, (kept, dense) = training.tables, training.replicated.kept
     given = list(objects_of(request.state).values())
@@ -212,7 +213,7 @@ def unknown(request: Request, training: Training) -> list[Unknown]:
     for name, one in reached:
         if id(one) not in held and (said := _judged(one, name, held, parameters, states)) is not None:
             found.append(Unknown(name, type(one).__name__, said))
-            if isinstance(one, nn.Module):  # reported whole
+            if isinstance(one, nn.Module):  # its submodules are not reported again
                 held.update((id(module), module) for module in one.modules())
     found += [
         Unknown(
@@ -229,7 +230,15 @@ def unknown(request: Request, training: Training) -> list[Unknown]:
 def _judged(
     one: object, name: str, held: Collection[int], parameters: set[int], states: set[int]
 ) -> str | None:
-    """What becomes of an object that nothing holds; None if it has no state to lose."""
+    """`Unknown.lost` of an object that is not protected; None if it has no state to lose.
+
+    Args:
+        one: the object.
+        name: expression by which the script reaches the object.
+        held: ids of objects that are recovered, or reported already.
+        parameters: ids of tensors that are recovered.
+        states: ids of the states of optimizers that are recovered.
+    """
     if isinstance(one, torch.optim.Optimizer):
         if id(one.state) in states or _of_a_library(one):
             return None
@@ -262,7 +271,7 @@ def _judged_module(one: nn.Module, name: str, held: Collection[int], parameters:
 
 
 def _buffers(module: nn.Module) -> list[torch.Tensor]:
-    """A module's own buffers; none of a loss of torch, whose buffers are weights that the script gives it."""
+    """A module's own buffers; empty for torch's losses, whose buffers are weights that the script passes."""
     if _is_of(type(module).__module__, (*_LIBRARIES, "torch.nn.modules.loss")):
         return []
     return [tensor for tensor in vars(module)["_buffers"].values() if tensor is not None]
@@ -285,10 +294,10 @@ def _loose_tensors(model: nn.Module, tables: Tables, parameters: set[int]) -> It
 
 
 def _walk(named: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:
-    """Objects by name, and what they lead to, the near ones first."""
+    """(name, object) of the given objects and of objects in them, breadth first, each object once."""
     seen: set[int] = set()
     queue = [(name, value, _DEEP) for name, value in named]
-    for path, one, left in queue:  # which grows, and keeps what is seen
+    for path, one, left in queue:  # the queue grows, and keeps objects alive, so that ids stay unique
         if id(one) in seen or isinstance(one, _LEAVES):
             continue
         seen.add(id(one))
@@ -298,7 +307,7 @@ def _walk(named: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:
 
 
 def _inside(one: Any) -> Iterator[tuple[str, object]]:
-    """What an object holds, and what is added to its name to get there."""
+    """(suffix of the name, object) of the items and attributes of an object."""
     if isinstance(one, dict):
         if len(one) <= _MOST_ITEMS:
             yield from ((f"[{key!r}]", item) for key, item in list(one.items()))
@@ -314,7 +323,7 @@ def _inside(one: Any) -> Iterator[tuple[str, object]]:
 
 
 def _of_a_library(one: object) -> bool:
-    """Whether an object's own attributes are nothing that a script is to look after."""
+    """Whether an object's class is a library's, so that its own attributes are not the script's state."""
     module = str(type(one).__module__)
     return _is_of(module, _LIBRARIES) or (isinstance(one, nn.Module) and _is_of(module, ("torch",)))
 
@@ -324,7 +333,7 @@ def _is_of(module: str, packages: Iterable[str]) -> bool:
 
 
 def _named(frame: FrameType | None) -> Iterator[tuple[str, object]]:
-    """Variables of the script's functions that are being called, and of its module."""
+    """(name, value) of the local and global variables of the script's functions on the call stack."""
     libraries = (os.path.dirname(__file__), sysconfig.get_path("stdlib"), "<")
     while frame is not None:
         path = frame.f_code.co_filename
