@@ -68,7 +68,7 @@ class Session:
             seconds.
         patience_s: deadline of collectives, in seconds; longer, as a peer that is not silent is only slow.
         watch: failure detector for the other ranks; None if there are none.
-        activity: current activity of this process, for error files.
+        activity: current activity of this process's main thread.
         joined_s: duration of `init_process_group`, in seconds.
         protected: whether `protect` has made a guard.
         check: set if the script is only checked: it ends where it calls `protect`; otherwise None.

@@ -358,7 +358,10 @@ class _Found:
         self.findings: list[Finding] = []
 
     def possible(self, keys: Ids) -> Words:
-        """The bits of the keys' words that rows or parity use, for each block of the stripe: uint64 [n, m]."""
+        """The bits of the keys' words that rows or parity use, in each block of the stripe: uint64 [n, m].
+
+        For `Code.locate`.
+        """
         classes, offsets = np.divmod(keys, self._stride)
         masks = np.full((self._placement.n, len(keys)), np.iinfo(np.uint64).max, np.uint64)
         for c in np.unique(classes).tolist():

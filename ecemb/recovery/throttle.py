@@ -40,10 +40,10 @@ busy delay the next step."""
 
 
 class RunDelay:
-    """Measures how long this process's first thread, which trains, was ready to run without a free processor.
+    """Measures how long this process's first thread, which trains, was ready to run and had no processor.
 
-    Linux counts this for each thread; /proc/self/schedstat is the count of the process's first thread. Without
-    this file, each measurement reports a long wait. Used by one thread.
+    Linux counts this for each thread; /proc/self/schedstat has the count of the process's first thread.
+    Without this file, each measurement reports a long wait. Used by one thread.
     """
 
     def __init__(self) -> None:

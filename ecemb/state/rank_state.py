@@ -39,7 +39,7 @@ from .serialize import WAY_OUT, Packer, dump, kind_of, load, plain, replaced, un
 NAME = "<rank state>"
 _HEAD = struct.Struct("<II")  # length and checksum of the data that follow
 _HEAD_BYTES = _HEAD.size
-# An earlier format has no mark: it is the size of the generators' states, these, and the rest, both by `dump`.
+# An earlier format has no mark: the size of the generators' states, these, and the rest, both by `dump`.
 _MARK = b"ecemb rs"
 _SIZES = struct.Struct("<8sQQQ")  # the mark, and the sizes of the three sections: scalars, rest, generators
 _SIZE = struct.Struct("<Q")

@@ -216,7 +216,8 @@ class CachedWalk:
     Args:
         slots: the places of the model's tensors.
         collected: the state, nested: "model", and for each of `optimizers` its "options", the "state" of its
-            parameters by index, its state under "others" keys, and values that are not watched.
+            parameters by index, "others" (its state under keys that are not parameters), "outside" (its
+            parameters outside the model), and values that are not watched.
         optimizers: the optimizers of the state.
 
     Attributes:
@@ -476,7 +477,7 @@ def _all_in(modules: Sequence[nn.Module]) -> set[int]:
 
 
 def _dicts(module: nn.Module) -> list[dict[str, Any]]:
-    """The module's own dicts of parameters, buffers and modules; empty for a ScriptModule, which hides its."""
+    """The module's own dicts of parameters, buffers and modules; a ScriptModule hides them: empty."""
     if isinstance(module, torch.jit.ScriptModule):
         return [{}, {}, {}]
     return [vars(module)[name] for name in ("_parameters", "_buffers", "_modules")]

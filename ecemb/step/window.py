@@ -89,7 +89,7 @@ class Window:
         self._is_auto = steps == "auto"
         self._memory: RankMemory | None = None
         self._overlap = False
-        self._room = 0  # most steps since a journal ran out of room; 0 if none has
+        self._room = 0  # bound of the size since a journal ran out of room, in steps; 0 without a bound
         self._speaks = self._has_logged_room = False
         self._want: int = 1 if steps == "auto" else steps
         self.size: int = self._want
