@@ -6,8 +6,8 @@ differences and decide alike, by `Code.locate`; the rank with the wrong block wr
 
 A repair outside of any transaction is safe whenever a rank dies:
 
-- It begins only after every rank has called it, so all have committed the same transaction t, and no rank has
-  prepared t + 1: a start would choose t, undo nothing and redo nothing. All journals are void.
+- It begins only after every rank has called `scrub`, so all have committed the same transaction t, and no
+  rank has prepared t + 1: a start would choose t, undo nothing and redo nothing. All journals are void.
 - It puts back the committed bytes of t, and bytes are independent: an interrupted repair leaves each byte
   either wrong as before, or right. The next scrub finds the rest.
 - No header word changes: for a start, an arena under repair is an arena between two steps.
