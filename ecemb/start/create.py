@@ -365,8 +365,8 @@ def _spent(session: Session, plan: RecoveryPlan) -> Iterator[Report]:
 def discard_superseded(session: Session) -> None:
     """Removes the arenas that the arenas of this start have superseded on this host.
 
-    Called when all arenas of this start are LIVE: they have opened a generation that is higher than that of
-    any other arena here, and arenas that can't be read counted as lost.
+    Called when recovery has ended on all ranks: the arenas of this start have opened a generation that is
+    higher than that of any other arena here, and arenas that can't be read counted as lost.
     """
     kept = {header.constants.arena_id for header in session.roster.judgement.survivors}
     for report in session.roster.reports:
