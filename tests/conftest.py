@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from support import reach
 
 pytest_plugins = ["support.seeds", "support.skips"]
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as `&` of a script leaves it to what it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's functions are made
 
