@@ -6,7 +6,7 @@
     attach       claim or create the arena, and join the generation: nothing changes before
     begin        fill new arenas with the model, or with a checkpoint (`create`), or
     recover      undo and redo on survivors, and rebuild lost memory
-    supersede    every arena is LIVE: remove the arenas that earlier starts left
+    supersede    after recovery on all ranks: remove the arenas that earlier starts left
     restore      restore the state that is not rows
     report       write the result to the log and to the arenas' headers
 
