@@ -24,11 +24,14 @@ from bench.questions.check_n_run.quality import Pair, moments, restore, trained
 from bench.questions.check_n_run.stall import Block, Order, Told
 from bench.questions.check_n_run.volumes import STATES, Look, Volumes, alone, checkpointed
 from bench.report import pages
+from bench.workloads import planted
 from bench.workloads.click_training import Model
 from bench.workloads.planted import draw
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's own
 WRITERS = (check_n_run_stall.SYNCHRONOUS, "DCP, asynchronous", "check-n-run intermittent, 4 bits, thread")
+FEW_ROWS = (500, 3, 40, 2000)
+"""Of the tables of the trainings whose quality is compared."""
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Row]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check_n_run_stall, "told", told)
         patch.setattr(check_n_run_stall, "WRITERS", few)
+        patch.setattr(planted, "ROWS", FEW_ROWS)
         yield check_n_run.run(Arguments(quick=True))
 
 
@@ -186,7 +190,8 @@ def test_the_fewest_bits_within_a_budget_stand_beside_the_rules() -> None:
     ]
 
 
-def test_restores_change_what_they_lose_and_exact_ones_nothing() -> None:
+def test_restores_change_what_they_lose_and_exact_ones_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planted, "ROWS", FEW_ROWS)
     data = draw(6, 32, 500, seed=2)
     assert trained(data, 2, 2, lambda _: EXACT) == trained(data, 2)
     assert trained(data, 2, 2, lambda _: Scheme("adaptive", 2)) != trained(data, 2)

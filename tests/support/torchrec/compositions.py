@@ -1,4 +1,4 @@
-"""All ways to nest TorchRec's optimizers around the fused and the dense ones, two deep.
+"""Ways to nest TorchRec's optimizers: two deep around the dense ones, else one deep.
 
 A composition is a name such as "clipping(warmup(dense))"; "all" is a `CombinedOptimizer` of both kinds.
 TorchRec is imported only to build one.
@@ -10,7 +10,7 @@ import itertools
 from typing import Any
 
 WRAPPERS = ("clipping", "warmup", "plain", "combined")
-DEPTHS = {"dense": 3, "fused": 2, "all": 3}
+DEPTHS = {"dense": 3, "fused": 2, "all": 2}
 
 
 def _name(chain: tuple[str, ...], inner: str) -> str:

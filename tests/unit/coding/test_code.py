@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,7 +190,7 @@ def test_every_loss_of_up_to_r_blocks_decodes(code: Code, seed: int) -> None:
 def test_the_weights_are_those_of_galois(code: Code, seed: int) -> None:
     rng = random.Random(seed)
     matrix = FIELD(generator(code))
-    for _ in range(8):
+    for _ in range(3):
         lost = rng.sample(range(code.n), rng.randint(1, code.r))
         available = choice(code, lost, rng)
         expected = matrix[lost] @ np.linalg.inv(matrix[available])
@@ -284,35 +282,11 @@ def test_a_generator_that_is_not_the_codes() -> None:
     assert np.array_equal(good, code.generator()), "the generator is read, not written"
 
 
-def test_no_code_needs_galois() -> None:
-    """Built, encoded, and decoded in a process that has neither it nor numba."""
-    program = """
-import sys
-sys.modules["galois"] = sys.modules["numba"] = None
-import numpy as np
-from ecemb import Code
-from ecemb.kernels import contract as kernels
-work = kernels.get_kernels("cpu")
-for n, k in ((4, 3), (3, 1), (4, 2), (6, 4), (14, 10), (256, 250)):
-    code = Code(n, k)
-    matrix = code.generator()
-    data = [np.arange(j, j + 9, dtype=np.uint64) * 0x0102030405060708 for j in range(k)]
-    parity = [np.zeros(9, np.uint64) for _ in range(n - k)]
-    work.dot(data, matrix[k:], parity)
-    blocks, lost = [*data, *parity], list(range(n - k))
-    weights = code.decode_weights(lost, list(range(n - k, n)), matrix)
-    back = [np.zeros(9, np.uint64) for _ in lost]
-    work.dot(blocks[n - k :], weights, back)
-    assert all((one == blocks[block]).all() for one, block in zip(back, lost))
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
-
-
-@pytest.mark.parametrize("n", [*range(3, 21), 64, 256])
+@pytest.mark.parametrize("n", [*range(3, 12), 16, 20, 64, 256])
 def test_the_generator_is_that_of_galois(n: int) -> None:
     """V over the inverse of its top, by galois' algebra; of all codes with n blocks, or of some if many."""
     points = FIELD([0, *(int(FIELD(2) ** i) for i in range(n - 1))])
-    for k in range(2, n - 1) if n <= 20 else (2, n // 2, n - 2):
+    for k in range(2, n - 1) if n < 12 else (2, n // 2, n - 2):
         vandermonde = points[:, None] ** np.arange(k)
         expected = vandermonde @ np.linalg.inv(vandermonde[:k])
         found = Code(n, k).generator()

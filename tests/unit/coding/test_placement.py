@@ -13,7 +13,7 @@ import pytest
 from ecemb.coding.placement import Placement, fitting_codes
 from ecemb.errors import PlacementError
 
-LARGEST = 24
+LARGEST = 16
 CODES = [(N, n, k) for N in range(2, LARGEST + 1) for n in range(2, N + 1) for k in range(1, n)]
 
 
@@ -299,7 +299,7 @@ def _in_order(hosts: tuple[int, ...]) -> bool:
 
 @pytest.mark.slow
 def test_slices_outlive_whatever_parity_tolerates() -> None:
-    for placement, _ in _small_placements():
+    for placement in {placement for placement, _ in _small_placements()}:
         slices = [set(placement.slice_holders(c)) for c in range(placement.world_size)]
         assert all(len(holders) == placement.r + 1 for holders in slices)
         for count in range(placement.world_size + 1):
@@ -316,7 +316,7 @@ def test_slices_outlive_any_r_lost_hosts_when_stripes_are_spread() -> None:
 
 
 def test_every_rank_holds_r_plus_1_slices() -> None:
-    for placement, _ in _small_placements():
+    for placement in {placement for placement, _ in _small_placements()}:
         for rank in range(placement.world_size):
             held = [c for c in range(placement.world_size) if rank in placement.slice_holders(c)]
             assert placement.held_slices(rank) == tuple(held)

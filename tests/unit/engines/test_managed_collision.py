@@ -18,9 +18,6 @@ from support.refusals import refused
 from support.torchrec.models import QUIET, Watched, batch, build_managed
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("one_rank")]
-POLICIES = ["LFU", "LRU", "DistanceLFU"]
-every_policy = pytest.mark.parametrize("policy", POLICIES)
-bags_and_sequences = pytest.mark.parametrize("sequence", [False, True], ids=["bags", "sequence"])
 MODULE = "collection.module._managed_collision_collection._managed_collision_modules.user"
 STEPS = 8
 
@@ -44,9 +41,17 @@ def weight_of(watched: Watched) -> str:
     return watched.names[0]
 
 
-@bags_and_sequences
-@every_policy
-@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+@pytest.mark.parametrize(
+    ("policy", "kind", "sequence"),
+    [
+        ("LFU", "sgd", False),
+        ("LFU", "adagrad", True),
+        ("LRU", "sgd", True),
+        ("LRU", "adagrad", False),
+        ("DistanceLFU", "sgd", False),
+        ("DistanceLFU", "adagrad", True),
+    ],
+)
 def test_what_changes_is_captured(policy: str, kind: str, sequence: bool) -> None:
     model = build_managed(policy, kind, sequence=sequence)
     watched = Watched(model)
@@ -63,10 +68,19 @@ def test_what_changes_is_captured(policy: str, kind: str, sequence: bool) -> Non
     assert evictions == STEPS // 2
 
 
-@bags_and_sequences
-@every_policy
-@pytest.mark.parametrize("begun", [5, 6], ids=["just after an eviction", "with a history"])
+@pytest.mark.parametrize(
+    ("policy", "sequence", "begun"),
+    [
+        ("LFU", False, 5),
+        ("LFU", True, 6),
+        ("LRU", True, 5),
+        ("LRU", False, 6),
+        ("DistanceLFU", False, 5),
+        ("DistanceLFU", True, 6),
+    ],
+)
 def test_what_was_stored_continues_the_same(policy: str, sequence: bool, begun: int) -> None:
+    """Begun just after an eviction, or with a history."""
     one, other = (build_managed(policy, "adagrad", sequence=sequence) for _ in range(2))
     left, right = Watched(one), Watched(other)
     for step in range(begun):

@@ -366,6 +366,11 @@ def go_on(folder: Path, meet: Barrier, steps: tuple[int, ...], options: dict[str
     return training.snapshot()
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return launch(2, undisturbed, tmp_path_factory.mktemp("undisturbed"))
+
+
 @pytest.mark.parametrize(
     ("way", "inside", "options", "steps"),
     [
@@ -376,9 +381,13 @@ def go_on(folder: Path, meet: Barrier, steps: tuple[int, ...], options: dict[str
     ],
 )
 def test_a_table_that_leaves_the_arena_ends_the_step_and_loses_nothing(
-    way: str, inside: bool, options: dict[str, Any], steps: tuple[int, ...], tmp_path: Path
+    way: str,
+    inside: bool,
+    options: dict[str, Any],
+    steps: tuple[int, ...],
+    expected: list[dict[str, str]],
+    tmp_path: Path,
 ) -> None:
-    expected = launch(2, undisturbed, tmp_path)
     with pytest.raises(RankFailed, match="rank 0 ends"):
         launch(2, move, tmp_path, way, inside, options)
     assert launch(2, go_on, tmp_path, steps, options) == expected

@@ -328,7 +328,7 @@ def plant_and_scrub(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "count"), [((4, 2, 5), 1000), ((6, 3, 7), 100), ((3, 1, 3), 100)], ids=str)
+@pytest.mark.parametrize(("shape", "count"), [((4, 2, 5), 300), ((6, 3, 7), 100), ((3, 1, 3), 100)], ids=str)
 def test_every_flipped_bit_is_found_and_repaired(
     shape: tuple[int, int, int], count: int, tmp_path: Path, seed: int
 ) -> None:
@@ -341,15 +341,10 @@ def test_every_flipped_bit_is_found_and_repaired(
 def test_with_one_parity_block_every_flipped_bit_is_found_and_none_repaired(
     tmp_path: Path, seed: int
 ) -> None:
-    counts = plant_and_scrub(tmp_path / "job", 1000, (4, 3, 5), random.Random(seed))
+    counts = plant_and_scrub(tmp_path / "job", 200, (4, 3, 5), random.Random(seed))
     print(f"(n, k, ranks) = (4, 3, 5): {counts}")
-    assert [counts[name] for name in ("planted", "found", "located", "repaired", "left")] == [
-        1000,
-        1000,
-        0,
-        0,
-        0,
-    ]
+    ends = [counts[name] for name in ("planted", "found", "located", "repaired", "left")]
+    assert ends == [200, 200, 0, 0, 0]
 
 
 def odd_job(n: int, k: int, size: int, seed: int) -> Job:

@@ -337,8 +337,17 @@ def test_no_sample_is_lost_or_repeated(name: str, seed: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
-@pytest.mark.parametrize("name", ["shuffled", "generator", "lazy buckets", "torchdata generator", "iterable"])
+@pytest.mark.parametrize(
+    ("name", "persistent"),
+    [
+        ("shuffled", False),
+        ("generator", True),
+        ("lazy buckets", False),
+        ("torchdata generator", True),
+        ("iterable", False),
+        ("iterable", True),
+    ],
+)
 def test_nor_with_workers_that_read_ahead(name: str, persistent: bool, seed: int) -> None:
     def make() -> Any:
         return (MAP_LOADERS | OTHERS)[name](num_workers=2, persistent_workers=persistent)

@@ -55,8 +55,10 @@ STAGES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "stage"),
+    [(shape, stage) for i, shape in enumerate(SHAPES) for j, stage in enumerate(STAGES) if (i + j) % 2 == 0],
+)
 def test_nobody_waits_for_ranks_that_failed(
     shape: tuple[int, int, int], stage: str, tmp_path: Path, seed: int
 ) -> None:
