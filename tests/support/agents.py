@@ -36,7 +36,7 @@ _POLL_S = 0.01
 
 
 class Agent:
-    """A running agent, used like a `subprocess.Popen`."""
+    """A running agent, used like a `subprocess.Popen`. It leads a session, with its forked workers."""
 
     def __init__(self, zygote: _Zygote, pid: int) -> None:
         self.pid = pid
@@ -76,6 +76,7 @@ def start(
     log: Path,
     variables: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    errors: Path | None = None,
 ) -> Agent:
     """Starts an agent.
 
@@ -85,11 +86,13 @@ def start(
         log: gets the output, at its end.
         variables: of the environment, besides this process's and those by which it finds the tests.
         cwd: folder that it runs in.
+        errors: gets what is written to stderr, instead of `log`.
     """
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(variables or {})}
     zygote = _zygote(modules)
-    pid = zygote.ask("start", list(arguments), environment, str(log), str(cwd or Path.cwd()))
+    files = [str(log), str(errors or log)]
+    pid = zygote.ask("start", list(arguments), environment, files, str(cwd or Path.cwd()))
     return Agent(zygote, pid)
 
 
@@ -124,24 +127,29 @@ def _serve(requests: Connection, modules: str) -> None:
         except EOFError:
             return
         if what == "start":
-            arguments, environment, log, cwd = words
-            output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # there when `start` returns
+            arguments, environment, files, cwd = words
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            streams = [os.open(file, flags, 0o600) for file in files]  # there when `start` returns
             pid = os.fork()
             if pid == 0:
                 requests.close()
-                _become_agent(arguments, environment, output, cwd)
-            os.close(output)
+                _become_agent(arguments, environment, streams, cwd)
+            for stream in streams:
+                os.close(stream)
             requests.send(pid)
         else:
             pid, status = os.waitpid(words[0], os.WNOHANG)
             requests.send(os.waitstatus_to_exitcode(status) if pid else None)
 
 
-def _become_agent(arguments: list[str], environment: dict[str, str], output: int, cwd: str) -> NoReturn:
+def _become_agent(
+    arguments: list[str], environment: dict[str, str], streams: list[int], cwd: str
+) -> NoReturn:
     code = 1
     try:
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        os.setsid()
+        for number, stream in enumerate(streams, 1):
+            os.dup2(stream, number)
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)

@@ -5,6 +5,7 @@
 Agent, store, restarts and signals are torchrun's own; only the imports, three quarters of a restart's
 work, are done but once, by multiprocessing's fork server: it imports MODULE, which leaves no threads behind,
 and ends with the agent, and its workers with it.
+With torchrun's `--no-python`, workers are commands.
 """
 
 from __future__ import annotations
@@ -59,8 +60,11 @@ def launch(given: Sequence[str]) -> None:
     """Runs torchrun with these options, script and arguments."""
     standalone = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
     options = torchrun.parse_args(["--start-method=forkserver", *standalone, *given])
-    config, _, _ = torchrun.config_from_args(options)
-    torchrun.elastic_launch(config, work)(options.training_script, *options.training_script_args)
+    config, command, arguments = torchrun.config_from_args(options)
+    if options.no_python:
+        torchrun.elastic_launch(config, command)(*arguments)
+    else:
+        torchrun.elastic_launch(config, work)(options.training_script, *options.training_script_args)
 
 
 def main() -> None:

@@ -14,7 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from support import agents
+
 DEADLINE_S = 600
+AGENT = "torch.distributed.run"
+"""What torchrun's agents import."""
 LIGHT = ("--no-preload", "torch,ecemb,encodings")
 """Nothing is imported ahead: such a server is there at once, and forks as any other."""
 
@@ -131,6 +135,18 @@ class Home:
 
     def plain(self, *words: str, stdin: str = "", flags: Sequence[str] = ()) -> tuple[int, str, str]:
         return self.run([sys.executable, *flags, *words], stdin)
+
+    def torchrun(self, *words: str, changed: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+        """Runs torchrun, whose workers are commands, to its end. Its agent is forked: not in `processes`."""
+        out, err = (self.folder / f"{uuid.uuid4().hex}.{stream}" for stream in ("out", "err"))
+        environment = {**self.environment, **(changed or {})}
+        agent = agents.start(AGENT, ["--no-python", *words], out, environment, self.folder, errors=err)
+        try:
+            code = agent.wait(DEADLINE_S)
+        finally:
+            agent.kill()
+            agent.wait()
+        return code, out.read_text(), err.read_text()
 
     def processes(self) -> dict[int, str]:
         """All that live and were started by this test, by their command lines."""
