@@ -101,7 +101,8 @@ def begin(folder: Path, how: str) -> None:
     torch.manual_seed(1)
     model = nn.ModuleDict({"bag": ecemb.nn.ShardedEmbeddingBag(30, 4)})
     sparse = torch.optim.SGD(model.parameters(), lr=0.1)
-    code = ecemb.Code(9, 8) if how == "misfit" else ecemb.Code(3, 2)
+    ranks = dist.get_world_size()
+    code = ecemb.Code(9, 8) if how == "misfit" else ecemb.Code(ranks, ranks - 1)
     guard = ecemb.protect(model, optimizers=[sparse], code=code)
     if how == "raise" and rank != 1:
         end_after_the_cause()

@@ -1,6 +1,6 @@
 """How a real job ends by an exception: torchrun names the first error, and stops restarting.
 
-Workers are started cold and warm: a fork server imports the exception hook before it forks them.
+Workers are started cold or warm: a fork server imports the exception hook before it forks them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pytest
 from failures.driver import ROOT
 from support.warm_starts import Home, home
 
-RANKS = 3
 WORKER = Path(__file__).with_name("ending_worker.py")
 
 
@@ -26,36 +25,19 @@ def here() -> Iterator[Home]:
         yield made
 
 
-class Launch:
-    """Launches whose workers python starts, or the fork server.
-
-    Args:
-        here: of the server.
-        warm: whether there is one.
-    """
-
-    def __init__(self, here: Home, *, warm: bool) -> None:
-        self._here = here
-        self._start = ["--no-python", *here.command(options=())] if warm else []
-
-    def __call__(
-        self, folder: Path, *arguments: str, restarts: int, ranks: int = RANKS, code: int = 1
-    ) -> str:
-        """What a launch that ends with a code has written."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.05"]
-        ended, out, err = self._here.run([*command, *self._start, str(WORKER), str(folder), *arguments])
-        assert ended == code, err
-        return out + err
+def launch(
+    here: Home, folder: Path, how: str, *more: str, warm: bool, restarts: int, ranks: int, code: int = 1
+) -> str:
+    """What a launch that ends with a code has written; its workers are started by python, or warm."""
+    options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.05"]
+    start = here.command(options=()) if warm else [sys.executable]
+    ended, out, err = here.torchrun(*options, *start, str(WORKER), str(folder), how, *more)
+    assert ended == code, err
+    return out + err
 
 
-@pytest.fixture(params=["cold", "warm"])
-def launched(request: pytest.FixtureRequest, here: Home) -> Launch:
-    return Launch(here, warm=request.param == "warm")
-
-
-def test_an_error_that_comes_again_is_said_once_and_waited_after(launched: Launch, tmp_path: Path) -> None:
-    log = launched(tmp_path, "misfit", restarts=3)
+def test_an_error_that_comes_again_is_said_once_and_waited_after(here: Home, tmp_path: Path) -> None:
+    log = launch(here, tmp_path, "misfit", warm=True, restarts=3, ranks=2)
     assert len(list(tmp_path.glob("start.*.0"))) == 4
     again = re.findall(r"ERROR (start \d in a row that ends by PlacementError, next in \d s): .+", log)
     assert again == [
@@ -72,19 +54,20 @@ def test_an_error_that_comes_again_is_said_once_and_waited_after(launched: Launc
     assert all(len(line) < 200 for line in log.splitlines() if line.startswith("ERROR start"))
 
 
-@pytest.mark.parametrize("decorated", [False, True])
+@pytest.mark.parametrize(("warm", "words"), [(False, ()), (True, ("record",))], ids=["cold", "warm"])
 def test_the_first_error_is_the_root_cause_whoever_ends_first(
-    launched: Launch, decorated: bool, tmp_path: Path
+    here: Home, warm: bool, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    log = launched(tmp_path, "raise", *(["record"] if decorated else []), restarts=0)
+    log = launch(here, tmp_path, "raise", *words, warm=warm, restarts=0, ranks=2 + warm)
     root = log.partition("Root Cause (first observed failure):")[2]
     assert re.search(r"^  rank      : 1 ", root, re.MULTILINE), log
     assert "ValueError: the first error of all" in root
     assert "line " in root and "ending_worker.py" in root
 
 
-def test_a_rank_whose_threads_never_end_ends_after_its_error(launched: Launch, tmp_path: Path) -> None:
-    log = launched(tmp_path, "stuck", restarts=1, ranks=1, code=0)  # no other rank, whose end would end it
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_a_rank_whose_threads_never_end_ends_after_its_error(here: Home, warm: bool, tmp_path: Path) -> None:
+    log = launch(here, tmp_path, "stuck", warm=warm, restarts=1, ranks=1, code=0)  # no other rank ends it
     assert sorted(path.name for path in tmp_path.glob("start.*")) == ["start.0.0", "start.1.0"]
     assert "ValueError: of the script" in log
     [line] = [one for one in log.splitlines() if "can't end by itself" in one]
