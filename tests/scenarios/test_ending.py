@@ -15,19 +15,23 @@ from support.warm_starts import Home, home
 ROOT = Path(__file__).resolve().parents[2]
 
 ENDS = """
-import logging, os, sys, threading
+import logging, os, signal, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 import ecemb
+from ecemb.net import worker_exit
 
 logging.basicConfig(format="%(levelname)s %(message)s")
 arenas, how = sys.argv[1:]
-ecemb.init_process_group("gloo", job="ends", arena_dir=arenas)
+worker_exit.GRACE_S = 1
+ecemb.init_process_group("gloo", job=how, arena_dir=arenas)
 model = torch.nn.ModuleDict({"table": ecemb.nn.ShardedEmbeddingBag(50, 8, device="meta", name="table")})
 sparse = torch.optim.Adagrad(model["table"].parameters(), lr=0.1)
 guard = ecemb.protect(model, optimizers=[sparse], code=ecemb.Code(n=2, k=1), failure_domain="rank")
 rank = dist.get_rank()
+if rank == 0 and "exit" not in how:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which torchrun ends it, when the other has ended
 if "blocked" in how:
     ThreadPoolExecutor(1).submit(threading.Event().wait)
 while True:
@@ -46,48 +50,45 @@ while True:
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def place() -> Iterator[Home]:
     with home() as made:
+        made.environment.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
         made.write("ends.py", ENDS)
         yield made
 
 
-def launch(place: Home, how: str, monitor_s: float) -> tuple[str, dict[str, Any]]:
+def launch(place: Home, how: str, *, warm: bool) -> tuple[str, dict[str, Any]]:
     """The log of a launch that fails, and the error files by local rank."""
-    options = ["--standalone", "--nproc-per-node=2", "--log-dir=logs", f"--monitor-interval={monitor_s}"]
-    code, _, log = place.run(
-        [sys.executable, "-m", "torch.distributed.run", *options, "ends.py", str(place.arena_dir), how],
-        changed={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+    logs, start = place.folder / how, place.command(options=()) if warm else [sys.executable]
+    options = ["--nproc-per-node=2", f"--log-dir={logs}", "--monitor-interval=0.05"]
+    code, _, log = place.torchrun(*options, *start, "ends.py", str(place.arena_dir), how)
     assert code == 1, log
-    files = {
-        path.parent.name: json.loads(path.read_text())["message"] for path in place.folder.rglob("error.json")
+    return log, {
+        path.parent.name: json.loads(path.read_text())["message"] for path in logs.rglob("error.json")
     }
-    return log, files
 
 
 def test_sys_exit_in_a_step_is_the_cause_and_keeps_its_code(place: Home) -> None:
-    log, files = launch(place, "exit blocked", 0.1)
+    log, files = launch(place, "exit-blocked", warm=False)
     summary = log.partition("Root Cause")[2]
     assert "rank      : 0 (local_rank: 0)" in summary and "exitcode  : 3 " in summary, log
     assert files["0"]["message"] == "SystemExit: 3", log
     assert "a step of this rank failed by SystemExit: 3" in log
     assert "PeerFailure: rank 1" not in log
-    assert log.count("job ends was not closed") == 1
+    assert log.count("job exit-blocked was not closed") == 1
 
 
 def test_a_forced_end_says_that_the_memory_stays(place: Home) -> None:
-    """torchrun looks after its workers more rarely than that."""
-    log, files = launch(place, "raise blocked", 30)
-    assert log.count("can't end by itself within 10 s") == 1, log
-    assert log.count("job ends was not closed") == 1, log
+    log, files = launch(place, "raise-blocked", warm=True)
+    assert log.count("can't end by itself within 1 s") == 1, log
+    assert log.count("job raise-blocked was not closed") == 1, log
     assert files["0"]["message"] == "ValueError: of rank 0"
 
 
 def test_a_collective_of_the_scripts_fails_in_one_line_when_its_peer_has_died(place: Home) -> None:
-    log, files = launch(place, "gone", 30)
-    own = log.partition("torch/distributed/")[0]  # before torchrun's own report
+    log, files = launch(place, "gone", warm=True)
+    own = log.partition(" failed (exitcode")[0]  # before torchrun's own report
     assert "rank 1 (host" in own and ") died; " in own and "Traceback" not in own, log
     message = files["0"]["message"]
     assert "rank 1 (host" in message and ") died; " in message
