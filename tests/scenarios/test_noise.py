@@ -1,9 +1,8 @@
-"""What a job with a killed rank prints, cold and warm: the script and the command of README.md."""
+"""What a job with a killed rank prints: the script and the command of README.md."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,21 +36,19 @@ def script(arena_dir: Path) -> str:
     return text
 
 
-def command(place: Home, *, warm: bool) -> list[str]:
-    """That of README.md, but that torchrun looks after its workers more rarely: all have their say."""
+def words(place: Home) -> list[str]:
+    """Those of README.md, but that torchrun looks after its workers more rarely: all have their say."""
     text = re.search(r"^\$ (torchrun .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert text is not None
-    words = text[1].replace("--monitor-interval 0.01", "--monitor-interval 2").split()
-    options = words[1 : words.index("--no-python")]
-    started = ["--no-python", *place.command(options=())] if warm else []
-    return [sys.executable, "-m", "torch.distributed.run", *options, *started, "train.py"]
+    given = text[1].replace("--monitor-interval 0.01", "--monitor-interval 2").split()
+    options = [one for one in given[1 : given.index("--no-python")] if one != "--standalone"]
+    return [*options, *place.command(options=()), "train.py"]
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_a_lost_rank_takes_few_lines_from_the_kill_to_the_recovery(warm: bool, place: Home) -> None:
+def test_a_lost_rank_takes_few_lines_from_the_kill_to_the_recovery(place: Home) -> None:
     place.write("train.py", script(place.arena_dir))
-    code, printed, log = place.run(
-        command(place, warm=warm), changed={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    code, printed, log = place.torchrun(
+        *words(place), changed={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     )
     assert code == 0, log
     lines = log.partition(f"{KILLED}\n")[2].splitlines()
