@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from failures.driver import ROOT
+from support import agents
 
 DEADLINE_S = 300.0
 
@@ -24,18 +21,15 @@ DEADLINE_S = 300.0
     ],
 )
 def test_a_rank_that_is_elsewhere_is_named_once(how: str, line: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    command += [str(Path(__file__).with_name("straggler_worker.py")), str(tmp_path), how]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    log = tmp_path / "log"
-    with log.open("wb") as file:
-        agent = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+    script, log = Path(__file__).with_name("straggler_worker.py"), tmp_path / "log"
+    words = ["--nproc-per-node=3", str(script), str(tmp_path), how]
+    agent = agents.start("support.moving_imports", words, log)
     try:
         deadline = time.monotonic() + DEADLINE_S
         while "has waited for" not in log.read_text():
             assert time.monotonic() < deadline and agent.poll() is None, log.read_text()
             time.sleep(0.05)
-        time.sleep(8.0)  # for what others would say, too, or what would be said again
+        time.sleep(4.0)  # for what others would say, too, or what would be said again
         lines = [text for text in log.read_text().splitlines() if "has waited for" in text]
         begin, end = r"WARNING rank 0 has waited for \d+ s", "all ranks make the same calls in every step"
         assert len(lines) == 1 and re.fullmatch(rf"{begin} {re.escape(line)}: {end}", lines[0]), lines
