@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ast
-import os
 import random
 import re
-import subprocess
-import sys
 import uuid
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +14,8 @@ import pytest
 from ecemb.engines.internals import INSTALL
 from ecemb.memory.header import Found
 from ecemb.memory.scan import arenas
+from support import agents
+from support.torchrec.runs import IMPORTS
 
 needs_torchrec = pytest.mark.skipif(find_spec("torchrec") is None, reason=INSTALL)
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,26 +70,29 @@ def unprotected() -> str:
     return source
 
 
-def start(script: Path, *options: object, ranks: int = 4, restarts: int = 0) -> subprocess.Popen[str]:
-    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} --max-restarts {restarts}"
-    return subprocess.Popen(
-        [sys.executable, *torchrun.split(), str(script), *map(str, options)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,  # lines of other ranks would mix with those of rank 0
-        text=True,
-    )
+class Run:
+    """A script under torchrun, whose workers needn't import TorchRec."""
 
+    def __init__(
+        self, folder: Path, script: Path, *options: object, ranks: int = 4, restarts: int = 0
+    ) -> None:
+        self.files = [folder / f"{uuid.uuid4().hex}.{stream}" for stream in ("out", "err")]
+        launch = ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+        words = [*launch, str(script), *map(str, options)]
+        variables = {"PYTHONWARNINGS": "ignore"}
+        # Lines of other ranks would mix with those of rank 0, if both streams were one.
+        self.agent = agents.start(IMPORTS, words, self.files[0], variables, folder, errors=self.files[1])
 
-def end(process: subprocess.Popen[str]) -> tuple[str, ...]:
-    """What the script says at its end: malformed lines and digest."""
-    try:
-        said, errors = process.communicate(timeout=DEADLINE_S)
-    finally:
-        process.terminate()  # torchrun stops its workers
-    found = END.search(said)
-    assert found and (process.returncode == 0 or ABORTED in errors), said + errors
-    return found.groups()
+    def end(self) -> tuple[str, ...]:
+        """What the script says at its end: malformed lines and digest."""
+        try:
+            code = self.agent.wait(DEADLINE_S)
+        finally:
+            self.agent.terminate()  # torchrun stops its workers
+        said, errors = (file.read_text() for file in self.files)
+        found = END.search(said)
+        assert found and (code == 0 or ABORTED in errors), said + errors
+        return found.groups()
 
 
 def criteo(random_: random.Random, lines: int) -> str:
@@ -126,15 +128,15 @@ def test_a_killed_training_ends_as_an_unprotected_one(tmp_path: Path, seed: int)
     dies, died, victim = tmp_path / "dies.py", tmp_path / "died", random_.randrange(4)
     dies.write_text(DIES)
 
-    process = start(dies, KILLED_IN, victim, died, SCRIPT, *options, "--job", job, restarts=3)
+    run = Run(tmp_path, dies, KILLED_IN, victim, died, SCRIPT, *options, "--job", job, restarts=3)
     try:
-        killed = end(process)
-        assert process.returncode == 0 and died.exists()
+        killed = run.end()
+        assert run.agent.returncode == 0 and died.exists()
         assert not arenas_of(job)
     finally:
         for one in arenas_of(job):
             one.path.unlink()
-    assert killed == end(start(plain, *options))
+    assert killed == Run(tmp_path, plain, *options).end()
     assert int(killed[0]) > 0
 
 
@@ -147,4 +149,4 @@ def arenas_of(job: str) -> list[Found]:
 def test_made_up_rows_train(tmp_path: Path) -> None:
     plain = tmp_path / "unprotected.py"
     plain.write_text(unprotected())
-    assert end(start(plain, "--steps", 3, "--batch", BATCH, "--rows", 500, ranks=1))[0] == "0"
+    assert Run(tmp_path, plain, "--steps", 3, "--batch", BATCH, "--rows", 500, ranks=1).end()[0] == "0"
