@@ -72,8 +72,12 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "start": ("bench/questions/start", _TRAINED[1], *_RESTART),
 }
 """Question -> paths from the repository's root; a change in one of them makes its numbers old."""
-_PICTURES = ":(exclude,glob)bench/questions/*/picture.py"
-"""Drawn from numbers, which don't depend on them."""
+_LEFT_OUT = (
+    ":(exclude,glob)bench/questions/*/picture.py",  # is drawn from numbers
+    ":(exclude,glob)tests/failures/test_*.py",
+    ":(exclude,glob)tests/failures/[des]*_worker.py",  # scripts that these tests run
+)
+"""Files that no number depends on."""
 
 
 class NoHistory(Exception):
@@ -163,7 +167,7 @@ def _committed(path: Path) -> tuple[str, ...]:
 
 def _changed(question: str, commit: str, *until: str) -> list[str]:
     """Of a question's paths those that are not as in a commit; in another commit, or in the working tree."""
-    names = _git("diff", "--name-only", "--no-renames", commit, *until, "--", *CODE[question], _PICTURES)
+    names = _git("diff", "--name-only", "--no-renames", commit, *until, "--", *CODE[question], *_LEFT_OUT)
     below = {
         path: [name for name in names.splitlines() if f"{name}/".startswith(f"{path}/")]
         for path in CODE[question]

@@ -98,7 +98,7 @@ class Scale:
 
 FULL = Scale(Volumes(), Size(), Stalls())
 QUICK = Scale(
-    Volumes(rows=10_000, dims=(16,), intervals=9, patterns=1, states=("none",)),
+    Volumes(rows=20_000, dims=(16,), intervals=9, patterns=1, states=("none",)),
     Size(steps=40, batch=64, held_out=2000, seeds=2, restores=(1,), longer=(50,)),
     Stalls(
         ranks=1,
