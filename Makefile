@@ -18,7 +18,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test test-fast test-long test-seeds test-s3 docs site pages package model failures moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 docs site pages package model failures moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -35,7 +35,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train, kill workers and their memory, compare byte by byte (CODE=4,3 RANKS=4)
 	$(BIN)/python examples/demo.py --code $(CODE) --ranks $(RANKS) $(ARGS)
 
-check: lint types site docs test-s3 test  ## what CI runs
+check: all-but-test test  ## what CI runs
+
+all-but-test: lint types site docs test-s3  ## what `make check` runs besides the tests
 
 lint: $(READY)  ## format, lint and words, without changing a file
 	$(BIN)/ruff format --check .
