@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from .errors import EcembError
-from .tools import arenas, check, move, plan, top
+from .tools import arenas, check, move, plan, rehearse, top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ecemb", description="Tools of ecemb.")
     parser.add_argument("--version", action="version", version=f"ecemb {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for tool in (plan, check, top, move, arenas):
+    for tool in (plan, check, rehearse, top, move, arenas):
         name, about = tool.__name__.rpartition(".")[2], f"{tool.HELP.capitalize()}."
         tool.add(commands.add_parser(name, help=tool.HELP, description=about, epilog=tool.SHOWS))
     commands.add_parser("run", help="run a script warm, as ecemb-run does", add_help=False)

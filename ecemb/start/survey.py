@@ -203,7 +203,7 @@ def unknown(request: Request, training: Training) -> list[Unknown]:
             held.update((id(module), module) for module in item.modules())
     states = {id(one.state) for one in held.values() if isinstance(one, torch.optim.Optimizer)}
     held[id(torch.default_generator)] = torch.default_generator
-    reached = list(_walk(_named(inspect.currentframe())))
+    reached = reachable(inspect.currentframe())
     seen = {id(one) for _, one in reached}
     gc.collect()
     for one in gc.get_objects():
@@ -225,6 +225,15 @@ def unknown(request: Request, training: Training) -> list[Unknown]:
         for name, metric in training.rank_state.growing.items()
     ]
     return [*found, *_loose_tensors(request.model, tables, parameters)]
+
+
+def reachable(frame: FrameType | None) -> list[tuple[str, object]]:
+    """The script's objects, by how it gets at them, the near ones first.
+
+    Args:
+        frame: of a function that the script's functions call.
+    """
+    return list(_walk(_named(frame)))
 
 
 def _judged(
@@ -334,7 +343,7 @@ def _is_of(module: str, packages: Iterable[str]) -> bool:
 
 def _named(frame: FrameType | None) -> Iterator[tuple[str, object]]:
     """(name, value) of the local and global variables of the script's functions on the call stack."""
-    libraries = (os.path.dirname(__file__), sysconfig.get_path("stdlib"), "<")
+    libraries = (os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib"), "<")
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith(libraries) and "site-packages" not in path:
