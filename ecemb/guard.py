@@ -520,6 +520,7 @@ def protect(
     elastic: bool = False,
     shards: Mapping[str, tuple[int, int]] | None = None,
     rebuild: RebuildMode = "blocking",
+    strict: bool = False,
 ) -> Guard:
     """Protects a model's sharded embedding tables; a fresh start, or a recovery, happens here. All ranks.
 
@@ -577,6 +578,8 @@ def protect(
         rebuild: "blocking": training waits until lost rows are rebuilt. "background": training begins at
             once; a replacement rank waits for the rows that a batch needs, and receives the others meanwhile.
             Until it has all rows, its memory counts as lost.
+        strict: whether to refuse a start where the script has objects with state that no recovery restores,
+            such as a schedule that is not in `state`. Otherwise a fresh start names them in a warning.
 
     Returns:
         The guard.
@@ -626,6 +629,7 @@ def protect(
             codes=codes,
             shards=shards or {},
             rebuild=rebuild,
+            strict=strict,
         )
 
     opened = open_memory(session, asked)

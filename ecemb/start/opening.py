@@ -68,7 +68,7 @@ from .create import InitialContent, Start, begin, claim_or_create, discard_super
 from .history import OldArenas, is_of_other_ranks, shared_history
 from .moving import MovedContent, plan_move, settle
 from .request import ParityBackend, Request, Training, examine_training
-from .survey import Surveyed, survey
+from .survey import Surveyed, name_unknown, survey
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -198,6 +198,8 @@ def _agree(session: Session, asked: Callable[[], Request], if_it_fails: ExitStac
     start = Start(session, request, transport, training, world, watch, earlier=session.arena)
     if session.check is not None:
         raise Surveyed(survey(start))
+    if world.plan.begins:
+        transport.together("looking for state that no recovery restores", lambda: name_unknown(start))
     return start
 
 

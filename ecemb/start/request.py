@@ -75,6 +75,7 @@ class Request:
         shards: key of a table that is sharded by hand -> first row of this rank's rows in the whole table,
             and the whole table's number of rows.
         rebuild: whether training waits for lost rows ("blocking"), or begins without them ("background").
+        strict: whether a start is refused if the script has state that no recovery restores.
 
     Raises:
         ConfigurationError: an attribute breaks a rule.
@@ -99,13 +100,14 @@ class Request:
     shards: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict[str, tuple[int, int]])
     rebuild: RebuildMode = "blocking"
     resume_required: bool = False
+    strict: bool = False
 
     def __post_init__(self) -> None:
         if self.failure_domain not in ("auto", "host", "rank"):
             raise ConfigurationError(
                 f"failure_domain is 'auto', 'host' or 'rank'; it is {self.failure_domain!r}"
             )
-        for name in ("overlap", "elastic", "resume_required"):
+        for name in ("overlap", "elastic", "resume_required", "strict"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ConfigurationError(f"{name}= is True or False; it is {given!r}")
         if type(self.compare_every) is not int or self.compare_every < 1:

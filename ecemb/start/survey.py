@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import logging
 import os
 import random
 import sysconfig
@@ -26,6 +27,7 @@ from torch import nn
 from ..coding.placement import Placement
 from ..coding.rows import WORD_BYTES, TableLayout, arrange
 from ..engines.discover import Tables
+from ..errors import ConfigurationError
 from ..memory import capacity
 from ..session import CHECKED, Session
 from ..state.metric_states import is_metric, states_of
@@ -33,7 +35,10 @@ from ..state.rank_state import objects_of
 from .create import Start
 from .request import Request, Training
 
+logger: logging.Logger = logging.getLogger("ecemb")
+
 _DEEP = 6  # attributes and items to follow from an object that the script names
+_MOST_NAMED = 6  # objects in a log line
 _MOST_ITEMS = 256  # a container with more items is data, and is not searched
 _LIBRARIES = ("ecemb", "torchrec", "fbgemm_gpu", "pytorch_lightning", "lightning", "torch.distributed")
 _LEAVES = (type, torch.Tensor, ModuleType, FunctionType, MethodType)  # objects that are not searched
@@ -181,6 +186,28 @@ def survives(placement: Placement | None, hosts: Sequence[str]) -> str:
     if fragile := placement.fragile(hosts):
         return f"{crashes}; {ranks} may be lost, but not host {fragile[0]} with all its ranks"
     return f"{crashes}; {ranks} may be lost at once, or any one host, but not any {r} hosts"
+
+
+def name_unknown(start: Start) -> None:
+    """Says once, on rank 0, what of the script no recovery restores; with `strict`, refuses such a script.
+
+    Raises:
+        ConfigurationError: there is some, and the request is strict.
+    """
+    if not (found := unknown(start.request, start.training)):
+        return
+    listed = [f"{one.name} ({one.kind}): {one.lost}" for one in found[:_MOST_NAMED]]
+    if len(found) > _MOST_NAMED:
+        listed.append(f"and {len(found) - _MOST_NAMED} more, which python -m ecemb check lists")
+    text = "; ".join(listed)
+    if start.request.strict:
+        raise ConfigurationError(f"protect(strict=True): no recovery restores {text}")
+    logger.log(
+        logging.WARNING if start.session.rank == 0 else logging.DEBUG,
+        "no recovery restores %s. What has no effect on the training may stay as it is; "
+        "protect(strict=True) refuses to start with any",
+        text,
+    )
 
 
 def unknown(request: Request, training: Training) -> list[Unknown]:
