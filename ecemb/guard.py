@@ -118,7 +118,8 @@ class Guard:
 
         Everything that changes state belongs in the body. If it raises, its changes are undone on all ranks,
         with those of the window's earlier steps, except that dense state is undefined in the process; the job
-        needs a restart. Also a decorator, for a function whose calls are steps.
+        needs a restart. Also a decorator, for a function whose calls are steps. StopIteration, before any row
+        changes, ends the step as if it had not begun: `next(data)` may end an epoch in the body.
 
         Yields:
             The step, with its number.
@@ -139,8 +140,15 @@ class Guard:
             if self._transactions.is_between:
                 self._optimizers.gradients.begin(step.number)
             self._transactions.begin()
+            self._tables.are_touched = False
             self._tables.check()
-            yield step
+            try:
+                yield step
+            except StopIteration:  # the script's data have ended
+                self._tables.check()
+                if not (self._tables.are_touched or self._transactions.aborting):
+                    self._transactions.cancel()
+                raise
             self._tables.check()
             aborted = self._transactions.commit()
             self._steps = self._activity.steps = self._steps + 1

@@ -143,6 +143,9 @@ class Tables:
         engines: in the order of the row space.
         optimizers: optimizers whose `state_dict()` reads tables.
 
+    Attributes:
+        are_touched: whether a row has changed or is about to, since a caller set this to False.
+
     Raises:
         ConfigurationError: two tables have one name.
     """
@@ -167,6 +170,7 @@ class Tables:
         self._named = joined_to([table.layout for table in self.tables])
         self._listeners: list[Listener] = []
         self.images: Images = Images({})
+        self.are_touched: bool = False
 
     @property
     def is_protected(self) -> bool:
@@ -335,12 +339,14 @@ class Tables:
         if base + index in self.images:
             self._mark_changed(base, index, torch.from_numpy(ids))
             return
+        self.are_touched = True
         if self._hooks is not None:
             self._hooks.capture(base + index, ids)
         self._tell(base + index, ids)
 
     def _mark_changed(self, base: int, index: int, rows: torch.Tensor) -> None:
         """Marks rows of such a table outside the arena, before they change."""
+        self.are_touched = True
         if self._hooks is not None:
             self.images.mark(base + index, rows)
         if self._listeners:

@@ -336,6 +336,16 @@ class RowJournal:
         self._arena.set(self._label, transaction)
         self._ask_ahead()
 
+    def retract(self, transaction: int) -> None:
+        """Takes back the last `extend`, whose step has captured no row.
+
+        Args:
+            transaction: the transaction's number before.
+        """
+        self._arena.set(self._label, transaction)
+        self._ends.pop()
+        self._steps_left += 1
+
     def _ask_ahead(self) -> None:
         """Requests memory for the window's next steps, assuming as many new rows in each as in the last."""
         used = self._arena.get(self._bytes)

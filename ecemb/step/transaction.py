@@ -210,6 +210,16 @@ class Transactions:
             )
         self.aborting = True
 
+    def cancel(self) -> None:
+        """Ends the step in flight as if it had not begun: it has captured no row. This rank alone."""
+        transaction = self._open()
+        if self._steps > 0:
+            self._memory.journal.retract(transaction - 1)
+        else:
+            self._memory.journal.undo()  # of no row: the journal is void
+        self.in_flight = None
+        self._activity.place = f"before step {transaction - 1}"
+
     def commit(self) -> list[int]:
         """Ends the step in flight; if its window is full, commits the transaction on all ranks, or on none.
 

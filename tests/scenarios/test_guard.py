@@ -171,7 +171,10 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
         with torch.no_grad():
             training.weights[0][torch.tensor([0, 8])] = 4.0
         training.body()
-    assert guard.next_step == 1
+    for _ in range(2):
+        with pytest.raises(StopIteration), guard.step() as step:
+            next(iter(()))  # the script's data have ended: as if the step had not begun
+        assert (step.number, guard.next_step) == (1, 1)
     assert (training.weights[0][8] == 4.0).all()
 
     stats = guard.stats()
@@ -185,12 +188,12 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
     assert stats["bytes"]["rows"] > stats["bytes"]["tables"] and stats["bytes"]["parity"] == 0
 
     before, kept = training.snapshot(), training.undone()
-    with pytest.raises(Broken), guard.step():  # noqa: PT012
+    with pytest.raises(StopIteration), guard.step():  # noqa: PT012
         training.body()
-        raise Broken("two\nlines")
+        raise StopIteration("two\nlines")  # after rows have changed: a failure like any other
     assert training.undone() == kept
     for call in (guard.close, lambda: guard.step().__enter__()):
-        with refused(StepFailed, "step 1 failed", "Broken: two)", "from step 1"):
+        with refused(StepFailed, "step 1 failed", "StopIteration: two)", "from step 1"):
             call()
     assert headers(folder)[0].state is State.LIVE
     return before

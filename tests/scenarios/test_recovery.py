@@ -259,6 +259,19 @@ def test_every_rank_killed_while_a_step_is_decided_beside_the_next_one(
     run_trials(base, share, rng, tmp_path / "trials", goal)
 
 
+@pytest.mark.parametrize(("window", "overlap"), [(1, False), (2, False), (1, True), (2, True)])
+def test_every_rank_killed_around_cancelled_steps(
+    window: int, overlap: bool, begun: dict[tuple[int, int, int], Machines], tmp_path: Path, seed: int
+) -> None:
+    """A step that is cancelled leaves an arena in which nothing shows that it began; also the last one."""
+    rng = random.Random(seed)
+    base, goal = begun[3, 2, 3].copy(tmp_path / "base"), DONE + 3
+    cancels = frozenset((step, rank) for step in range(DONE, goal + 1) for rank in range(3))
+    base.job = dataclasses.replace(base.job, cancels=cancels, window=window, overlap=overlap)
+    check_undisturbed(base, goal, tmp_path / "undisturbed")
+    run_trials(base, 40, rng, tmp_path / "trials", goal)
+
+
 @pytest.mark.parametrize("shape", SHAPES[:3])
 def test_every_rank_killed_at_a_fresh_start(shape: tuple[int, int, int], tmp_path: Path, seed: int) -> None:
     """The initial state is transaction 0 of the same protocol: all of it is kept, or none."""

@@ -311,6 +311,7 @@ class Job:
         tables: rank -> its tables.
         seed: of the initial rows and of every step.
         aborts: (step, rank): the rank aborts the step, whenever it is run.
+        cancels: (step, rank): the rank begins the step and cancels it, and then begins it again.
         window: steps of a transaction.
         overlap: whether a transaction is decided beside the next step's body.
     """
@@ -319,6 +320,7 @@ class Job:
     tables: tuple[tuple[TableLayout, ...], ...]
     seed: int
     aborts: frozenset[tuple[int, int]] = frozenset()
+    cancels: frozenset[tuple[int, int]] = frozenset()
     window: int = 1
     overlap: bool = False
 
@@ -470,6 +472,7 @@ class Rank:
         """What `guard.step()` does, with a user's code in it."""
         step = self.transactions.next_step
         with self._undoing():
+            self._cancel(step)
             self.transactions.begin()
             self._train(step)
             if body is not None:
@@ -480,8 +483,15 @@ class Rank:
 
     def drain(self) -> None:
         """What `guard.save()` does first."""
+        self._cancel(self.transactions.next_step)
         with self._undoing():
             self.transactions.drain()
+
+    def _cancel(self, step: int) -> None:
+        """A step that ends before it changes a row, if the job has one here."""
+        if (step, self.memory.rank) in self.job.cancels:
+            self.transactions.begin()
+            self.transactions.cancel()
 
     @contextmanager
     def _undoing(self) -> Iterator[None]:
