@@ -24,11 +24,14 @@ from __future__ import annotations
 import abc
 import collections
 import copy
+import inspect
+import io
 import itertools
 import logging
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import GeneratorType
 from typing import Any
 
 import numpy as np
@@ -334,12 +337,15 @@ class StatefulLoader(Source):
 class Indexed(Source):
     """A DataLoader over a map-style dataset: `resume` skips indices of its sampler, and reads no sample.
 
-    Iterates a shallow copy of the loader, whose sampler is wrapped; the user's loader stays unchanged.
+    Iterates a shallow copy of the loader, whose sampler is wrapped; the user's loader stays unchanged. Warns
+    once if the first batch shows that reading samples moves a position of the dataset's own.
     """
 
     def __init__(self, loader: Any, parts: Sequence[object], description: str) -> None:
         super().__init__(loader, parts, description)
         self._persistent: bool = loader.persistent_workers and loader.num_workers > 0
+        self._before: dict[str, Any] | None = None  # the dataset's positions before the first batch
+        self._is_looked_at = loader.num_workers > 0  # in workers, whose copies of the dataset can't be seen
         self.reset()
 
     def begin(self) -> Iterator[Any]:
@@ -348,6 +354,8 @@ class Indexed(Source):
         Raises:
             ConfigurationError: the loader's class doesn't iterate its sampler when its iterator is created.
         """
+        if not self._is_looked_at:
+            self._before = _positions(self.loader.dataset)
         iterator = iter(self._copy)
         if self._indexes.latest is None:
             raise ConfigurationError(
@@ -375,6 +383,18 @@ class Indexed(Source):
     def given(self) -> None:
         """Notes that a batch was returned to the script."""
         self._indexes.given()
+        if self._before is not None:
+            before, self._before, self._is_looked_at = self._before, None, True
+            now = _positions(self.loader.dataset)
+            if moved := [name for name, value in before.items() if now.get(name) != value]:
+                logger.warning(
+                    "%s: reading samples changes %s of the dataset: if a sample follows from more than its "
+                    "index, samples after a failure are others, since a restart reads none of the earlier "
+                    "ones. Let them follow from the index, or give the dataset state_dict() and "
+                    "load_state_dict(), and pass it to ecemb.protect() in state=",
+                    self.description,
+                    ", ".join(moved),
+                )
 
     def state(self) -> int | None:
         """A checksum of the indices of the last batch."""
@@ -523,6 +543,29 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
         for name, value in getattr(sampler, "__dict__", {}).items():
             if name == "sampler" or isinstance(value, Sampler):
                 left.append(value)
+    return found
+
+
+def _positions(dataset: Any) -> dict[str, Any]:
+    """The attributes of a dataset, and of the dataset that it wraps, that change as samples are read.
+
+    Returns:
+        Name -> value: whole numbers, positions of open text files, states of generators, and numbers of lines
+        that readers have read. Empty for a dataset with state_dict().
+    """
+    found: dict[str, Any] = {}
+    path = ""
+    while hasattr(dataset, "__dict__") and not is_stateful(dataset):
+        for name, value in vars(dataset).items():
+            if type(value) is int:
+                found[path + name] = value
+            elif isinstance(value, io.TextIOWrapper) and not value.closed:
+                found[path + name] = value.buffer.tell()  # a text file has none while it is iterated
+            elif isinstance(value, GeneratorType):
+                found[path + name] = inspect.getgeneratorstate(value)
+            elif type(lines := getattr(value, "line_num", None)) is int:
+                found[path + name] = lines
+        dataset, path = vars(dataset).get("dataset"), f"{path}dataset."
     return found
 
 
