@@ -89,6 +89,7 @@ class Guard:
         self._remaining = Remaining(session, opened.memory.arena)
         self._closed = ""  # why it takes no more calls, if it is closed
         self._steps = self._aborted = 0
+        self._forgotten = opened.forgotten
         self.recovery: RecoveryReport = opened.report
         self._optimizers = training.optimizers
         self._optimizers.watch(self._is_open)
@@ -135,6 +136,8 @@ class Guard:
         if self._is_open():
             step = f"step {self.next_step} is still open; leave its with block first"
             raise UsageError(f"guard.step() inside guard.step(): {step}")
+        if self._steps == 1 and self._forgotten is not None:
+            self._forgotten.name()  # what the script has made since
         step = Step(self.next_step, self._transactions)
         try:
             if self._transactions.is_between:

@@ -68,7 +68,7 @@ from .create import InitialContent, Start, begin, claim_or_create, discard_super
 from .history import OldArenas, is_of_other_ranks, shared_history
 from .moving import MovedContent, plan_move, settle
 from .request import ParityBackend, Request, Training, examine_training
-from .survey import Surveyed, name_unknown, survey
+from .survey import Forgotten, Surveyed, survey
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -83,6 +83,8 @@ class Opened:
         saver: the durable tier.
         report: the outcome of the start.
         background: this rank's part in a rebuild beside training.
+        forgotten: names objects of the script that no recovery restores; None where a recovery has begun, as
+            the fresh start has named them.
     """
 
     start: Start
@@ -90,6 +92,7 @@ class Opened:
     saver: Saver
     report: RecoveryReport
     background: Background
+    forgotten: Forgotten | None
 
 
 def open_memory(session: Session, asked: Callable[[], Request]) -> Opened:
@@ -125,6 +128,9 @@ def _naming_the_removal(session: Session) -> Generator[None]:
 
 def _open(start: Start, before_s: Mapping[str, float]) -> Opened:
     """Opens the memory of this rank, after all ranks have agreed on a plan. All ranks."""
+    forgotten = Forgotten(start) if start.world.plan.begins or start.request.strict else None
+    if forgotten is not None:
+        start.transport.together("looking for state that no recovery restores", forgotten.name)
     with start.watch.phase("kernels"):
         kernels = contract.get_kernels("cpu", torch.get_num_threads())
     background, old = Background(), start.world.old
@@ -141,7 +147,7 @@ def _open(start: Start, before_s: Mapping[str, float]) -> Opened:
     saver = _saver(start, memory)
     report = dataclasses.replace(report, before_s=before_s)
     _report(start, memory, report)
-    return Opened(start, memory, saver, report, background)
+    return Opened(start, memory, saver, report, background, forgotten)
 
 
 def _moved(start: Start, old: OldArenas, kernels: contract.Kernels) -> tuple[RankMemory, RecoveryReport]:
@@ -198,8 +204,6 @@ def _agree(session: Session, asked: Callable[[], Request], if_it_fails: ExitStac
     start = Start(session, request, transport, training, world, watch, earlier=session.arena)
     if session.check is not None:
         raise Surveyed(survey(start))
-    if world.plan.begins:
-        transport.together("looking for state that no recovery restores", lambda: name_unknown(start))
     return start
 
 

@@ -127,7 +127,7 @@ def survey(start: Start) -> Survey:
             "dense": world.dense_bytes(replicated),
             "rank_state": own.words * WORD_BYTES,
         },
-        "unknown": [asdict(one) for one in unknown(request, training)],
+        "unknown": [asdict(one) for one in unknown(request, training, is_thorough=True)],
     }
     texts = start.transport.gather(json.dumps(mine).encode(), "comparing surveys")
     answers = [json.loads(text) for text in texts]
@@ -188,34 +188,66 @@ def survives(placement: Placement | None, hosts: Sequence[str]) -> str:
     return f"{crashes}; {ranks} may be lost at once, or any one host, but not any {r} hosts"
 
 
-def name_unknown(start: Start) -> None:
-    """Says once, on rank 0, what of the script no recovery restores; with `strict`, refuses such a script.
+class Forgotten:
+    """Names the script's objects that no recovery restores, each once.
 
-    Raises:
-        ConfigurationError: there is some, and the request is strict.
+    Args:
+        start: the start of this process.
     """
-    if not (found := unknown(start.request, start.training)):
-        return
-    listed = [f"{one.name} ({one.kind}): {one.lost}" for one in found[:_MOST_NAMED]]
-    if len(found) > _MOST_NAMED:
-        listed.append(f"and {len(found) - _MOST_NAMED} more, which python -m ecemb check lists")
-    text = "; ".join(listed)
-    if start.request.strict:
-        raise ConfigurationError(f"protect(strict=True): no recovery restores {text}")
-    logger.log(
-        logging.WARNING if start.session.rank == 0 else logging.DEBUG,
-        "no recovery restores %s. What has no effect on the training may stay as it is; "
-        "protect(strict=True) refuses to start with any",
-        text,
-    )
+
+    def __init__(self, start: Start) -> None:
+        self._request, self._training = start.request, start.training
+        self._level = logging.WARNING if start.session.rank == 0 else logging.DEBUG
+        self._named: set[str] = set()
+        self._numbers = _numbers(start.request)
+
+    def name(self) -> None:
+        """Logs the objects that are not named yet, and numbers of optimizers that have changed.
+
+        Raises:
+            ConfigurationError: there are some, and `protect` was called with strict=True.
+        """
+        found = [one for one in unknown(self._request, self._training) if one.name not in self._named]
+        for name, number in _numbers(self._request).items():
+            if number != self._numbers.get(name) and name not in self._named:
+                lost = "a restart begins with the number that the script sets: derive it from guard.next_step"
+                found.append(Unknown(name, type(number).__name__, lost))
+        if not found:
+            return
+        listed = [f"{one.name} ({one.kind}): {one.lost}" for one in found[:_MOST_NAMED]]
+        if len(found) > _MOST_NAMED:
+            listed.append(f"and {len(found) - _MOST_NAMED} more, which python -m ecemb check lists")
+        text = "; ".join(listed)
+        if self._request.strict:
+            raise ConfigurationError(f"protect(strict=True): no recovery restores {text}")
+        self._named.update(one.name for one in found)
+        logger.log(
+            self._level,
+            "no recovery restores %s. What has no effect on the training may stay as it is; "
+            "protect(strict=True) refuses to start with any",
+            text,
+        )
 
 
-def unknown(request: Request, training: Training) -> list[Unknown]:
+def _numbers(request: Request) -> dict[str, int | float]:
+    """Numbers in attributes of the script's own classes of optimizers, such as a wrapper's counter."""
+    named = [(f"optimizers[{i}]", one) for i, one in enumerate(request.optimizers)]
+    return {
+        f"{path}.{name}": value
+        for path, one in _walk(named)
+        if isinstance(one, torch.optim.Optimizer) and not _is_of(type(one).__module__, ("torch", *_LIBRARIES))
+        for name, value in vars(one).items()
+        if type(value) in (int, float)
+    }
+
+
+def unknown(request: Request, training: Training, *, is_thorough: bool = False) -> list[Unknown]:
     """Objects that the script can reach, and whose state is not recovered.
 
     Args:
         request: the user's arguments.
         training: the state that is recovered.
+        is_thorough: whether to look for optimizers to which no name leads, too, which takes half a second.
     """
     tables, (kept, dense) = training.tables, training.replicated.kept
     given = list(objects_of(request.state).values())
@@ -231,11 +263,12 @@ def unknown(request: Request, training: Training) -> list[Unknown]:
     states = {id(one.state) for one in held.values() if isinstance(one, torch.optim.Optimizer)}
     held[id(torch.default_generator)] = torch.default_generator
     reached = reachable(inspect.currentframe())
-    seen = {id(one) for _, one in reached}
-    gc.collect()
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.optim.Optimizer) and id(one) not in seen:
-            reached.append(("(no name of the script leads to it)", one))
+    if is_thorough:
+        seen = {id(one) for _, one in reached}
+        gc.collect()
+        for one in gc.get_objects():
+            if issubclass(type(one), torch.optim.Optimizer) and id(one) not in seen:
+                reached.append(("(no name of the script leads to it)", one))
     found: list[Unknown] = []
     for name, one in reached:
         if id(one) not in held and (said := _judged(one, name, held, parameters, states)) is not None:

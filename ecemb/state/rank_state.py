@@ -270,10 +270,11 @@ class RankState:
         then, cuda_then, packed = self._last
         states, cuda, scalars = self._look()
         drawn = [name for name, state in states.items() if not is_same(state, then[name])]
-        names = [f"{name}'s random generator" for name in drawn]
+        how = "numbers were drawn from it, or it was seeded"
+        of_torch = f"{how}; each iter() of a DataLoader draws one: give an evaluation's its own generator="
+        moved = {f"{name}'s random generator": of_torch if name == "torch" else how for name in drawn}
         if cuda and cuda_then and not all(map(torch.equal, cuda_then[1], cuda[1])):
-            names.append("a CUDA device's random generator")
-        moved = dict.fromkeys(names, "numbers were drawn from it, or it was seeded")
+            moved["a CUDA device's random generator"] = how
         if self._pack_scalars(scalars) != packed:
             moved["options of a table's optimizer"] = "its learning rate, or a counter"
         return moved
