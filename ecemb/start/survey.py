@@ -288,10 +288,10 @@ def unknown(request: Request, training: Training, *, is_thorough: bool = False) 
 
 
 def reachable(frame: FrameType | None) -> list[tuple[str, object]]:
-    """The script's objects, by how it gets at them, the near ones first.
+    """The script's objects, by the expressions by which it reaches them, the shortest first.
 
     Args:
-        frame: of a function that the script's functions call.
+        frame: a function that the script calls.
     """
     return list(_walk(_named(frame)))
 
@@ -401,12 +401,16 @@ def _is_of(module: str, packages: Iterable[str]) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in packages)
 
 
+def is_of_the_script(path: str) -> bool:
+    """Whether a source file is the script's own: not Python's, ecemb's or another installed package's."""
+    libraries = (os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib"), "<")
+    return not path.startswith(libraries) and "site-packages" not in path
+
+
 def _named(frame: FrameType | None) -> Iterator[tuple[str, object]]:
     """(name, value) of the local and global variables of the script's functions on the call stack."""
-    libraries = (os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib"), "<")
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(libraries) and "site-packages" not in path:
+        if is_of_the_script(frame.f_code.co_filename):
             for scope in (frame.f_locals, frame.f_globals):
                 yield from ((name, value) for name, value in list(scope.items()) if not name.startswith("__"))
         frame = frame.f_back

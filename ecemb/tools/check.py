@@ -196,7 +196,9 @@ def text(found: Survey) -> str:
     lines.append(
         "  not looked at: plain numbers in attributes, and what is made after ecemb.protect(), such as"
     )
-    lines.append("  the positions of guard.batches(loader)")
+    lines.append(
+        "  the positions of guard.batches(loader); python -m ecemb rehearse runs the script to find out"
+    )
     lines += ["", "memory of a rank"]
     for part, title in (
         ("tables", "tables"),

@@ -1,8 +1,8 @@
-"""One rank of a rehearsal: runs the script, writes down what each step leaves, and dies where it is to.
+"""One rank of a rehearsal: runs the script, records what each step leaves, and dies where it is to.
 
 Owns the digests of a training's state, and the changes to `init_process_group`, `protect` and the guard that
 make a run of the script one of a rehearsal: a job of its own, a host for each rank, no checkpoints, an end.
-`rehearse` starts the ranks, and compares what they wrote.
+`rehearse` starts the ranks, and compares their records.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import hashlib
 import inspect
 import json
+import logging
 import os
 import random
 import runpy
@@ -20,7 +21,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -30,15 +31,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ecemb
-
 from .. import guard as guards
 from .. import session as sessions
-from ..start.survey import reachable
+from ..engines.discover import optimizers_of
+from ..start.survey import is_of_the_script, reachable
+from ..state.metric_states import is_metric, states_of
 from ..state.rank_state import objects_of
-from .rehearse import BEGIN, END, Run
+from .rehearse import BEGIN, END, KINDS, Run, kind_of
 
-_JOB_CHARACTERS = 40  # of the script's job that a rehearsal's keeps
+_JOB_CHARACTERS = 40  # of the script's job and host that a rehearsal's keep
+_FROM_CHECKPOINTS = "resume", "resume_required", "renamed"
+_OF_AUTO = "mtbf", "max_replay"
+_MOST_LINES = 5000  # after which no line is looked for any more
 
 
 class Ended(BaseException):
@@ -49,7 +53,7 @@ class _Rank:
     """This process's part of a run.
 
     Args:
-        folder: Of the run, for all ranks.
+        folder: The run's, for all ranks.
         run: What to do.
     """
 
@@ -60,45 +64,52 @@ class _Rank:
         self._arguments: dict[str, Any] = {}
 
     def install(self) -> None:
-        """Changes what the script gets from ecemb, and notes the values that it differentiates."""
-        join, protect = sessions.init_process_group, guards.protect
-        signature = inspect.signature(protect)
+        """Replaces functions of ecemb and torch.autograd.backward, before the script runs."""
+        logging.getLogger("ecemb").addHandler(_Warnings(self._folder))
+        package = sys.modules["ecemb"]  # which may have the functions already
+        join, protect = self._joining(sessions.init_process_group), self._protecting(guards.protect)
+        for home, name, function in (
+            (sessions, "init_process_group", join),
+            (package, "init_process_group", join),
+            (guards, "protect", protect),
+            (package, "protect", protect),
+            (guards.Guard, "step", self._stepping(guards.Guard.step)),
+            (guards.Guard, "save", lambda *_, **__: None),
+            (torch.autograd, "backward", self._backward(torch.autograd.backward)),
+        ):
+            setattr(home, name, function)
 
+    def _joining(self, join: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(join)
-        def rehearsed_join(*arguments: Any, job: str, host: str | None = None, **options: Any) -> None:
+        def rehearsed(*arguments: Any, job: str, host: str | None = None, **options: Any) -> None:
             name = f"{job[:_JOB_CHARACTERS]}.{self._run.name}"
             where = {"job": name, "arena_dir": str(options.get("arena_dir", "/dev/shm"))}
             (self._folder / "job.json").write_text(json.dumps(where))
-            own = f"{(host or socket.gethostname())[:40]}-{os.environ.get('RANK', '0')}"
+            own = f"{(host or socket.gethostname())[:_JOB_CHARACTERS]}-{os.environ.get('RANK', '0')}"
             join(*arguments, job=name, host=own, **options)
 
+        return rehearsed
+
+    def _protecting(self, protect: Callable[..., guards.Guard]) -> Callable[..., guards.Guard]:
+        signature = inspect.signature(protect)
+
         @functools.wraps(protect)
-        def rehearsed_protect(*arguments: Any, **options: Any) -> Any:
+        def rehearsed(*arguments: Any, **options: Any) -> guards.Guard:
+            for name in _FROM_CHECKPOINTS:  # a rehearsal begins at step 0
+                options.pop(name, None)
             if self._run.window is not None:
+                for name in _OF_AUTO:
+                    options.pop(name, None)
                 options["window"] = self._run.window
             self._arguments = signature.bind(*arguments, **options).arguments
-            return protect(*arguments, **options)
+            guard = protect(*arguments, **options)
+            if guard.next_step == 0:
+                self._record(-1, END, inspect.currentframe())
+            return guard
 
-        for home, name, replacement in (
-            (sessions, "init_process_group", rehearsed_join),
-            (guards, "protect", rehearsed_protect),
-        ):
-            setattr(home, name, replacement)
-            setattr(ecemb, name, replacement)
-        step = guards.Guard.step
-        guards.Guard.step = self._stepping(step)  # pyright: ignore[reportAttributeAccessIssue]
-        guards.Guard.save = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
-        backward = torch.autograd.backward
+        return rehearsed
 
-        @functools.wraps(backward)
-        def noted(tensors: Any, *arguments: Any, **options: Any) -> None:
-            for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-                self._losses.update(_bytes_of(tensor))
-            backward(tensors, *arguments, **options)
-
-        torch.autograd.backward = noted
-
-    def _stepping(self, step: Any) -> Any:
+    def _stepping(self, step: Callable[[guards.Guard], Any]) -> Callable[[guards.Guard], Any]:
         @contextlib.contextmanager
         def rehearsed(guard: guards.Guard) -> Generator[Any]:
             script = inspect.currentframe()
@@ -114,15 +125,32 @@ class _Rank:
 
         return rehearsed
 
-    def _record(self, number: int, when: str, script: FrameType | None) -> None:
+    def _backward(self, backward: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(backward)
+        def noted(tensors: Any, *arguments: Any, **options: Any) -> None:
+            for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+                self._losses.update(_bytes_of(tensor))
+            backward(tensors, *arguments, **options)
+
+        return noted
+
+    def _record(self, number: int, when: str, frame: FrameType | None) -> None:
+        sys.settrace(None)
         if self._records is None:
             self._records = open(self._folder / f"rank-{dist.get_rank()}.jsonl", "a")  # noqa: SIM115
-        state = digests(self._arguments, reachable(script))
+        state = digests(self._arguments, reachable(frame))
         if when == END:
             state["loss"] = self._losses.hexdigest()
             self._losses = hashlib.blake2b(digest_size=8)
         self._records.write(json.dumps([number, when, state]) + "\n")
         self._records.flush()
+        wanted = self._run.line
+        if wanted is not None and (number + 1, when, dist.get_rank()) == (wanted.step, END, wanted.rank):
+            _Lines(self._folder / "line", lambda: self._digest(wanted.name), state.get(wanted.name)).begin()
+
+    def _digest(self, name: str) -> str | None:
+        objects = reachable(inspect.currentframe()) if kind_of(name) == "object" else []
+        return digests(self._arguments, objects, kind_of(name)).get(name)
 
     def _die_at(self, number: int, when: str) -> None:
         for i, death in enumerate(self._run.deaths):
@@ -135,45 +163,117 @@ class _Rank:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def digests(arguments: Mapping[str, Any], objects: Sequence[tuple[str, object]]) -> dict[str, str]:
-    """What a training's state is now, by the names of its parts.
+class _Warnings(logging.Handler):
+    """Appends ecemb's warnings to a file of the run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(logging.WARNING)
+        self._path = folder / "warnings"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING:
+            with open(self._path, "a") as file:
+                file.write(record.getMessage() + "\n")
+
+
+class _Lines:
+    """Traces the script's lines until one changes a value, and writes its place to a file.
+
+    Args:
+        path: The file.
+        digest: The value's digest now.
+        before: The value's digest before the first line.
+    """
+
+    def __init__(self, path: Path, digest: Callable[[], str | None], before: str | None) -> None:
+        self._path, self._digest, self._before = path, digest, before
+        self._left = _MOST_LINES
+        self._last = ""
+
+    def begin(self) -> None:
+        """Begins to trace; `sys.settrace(None)` ends it."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            if is_of_the_script(frame.f_code.co_filename):
+                frame.f_trace = self._trace
+            frame = frame.f_back
+        sys.settrace(self._trace)
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not is_of_the_script(frame.f_code.co_filename):
+            return None
+        if event != "line":
+            return self._trace
+        self._left -= 1
+        if self._last and self._digest() != self._before:
+            self._path.write_text(self._last)
+            self._left = 0
+        self._last = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+        if self._left <= 0:
+            sys.settrace(None)
+            return None
+        return self._trace
+
+
+def digests(
+    arguments: Mapping[str, Any], objects: Sequence[tuple[str, object]], kind: str | None = None
+) -> dict[str, str]:
+    """Digests of a training's state now, by the names of its parts.
 
     Args:
         arguments: Of `protect`.
-        objects: Of the script, by name; those with a state_dict() count.
+        objects: The script's, by name; those with a state_dict() count.
+        kind: One of `KINDS`, for the parts of this kind only.
 
     Returns:
         Name of a tensor or value -> its digest.
     """
-    parts = dict[str, Any]()
     model: nn.Module = arguments["model"]
-    known = {id(one) for one in model.modules()}
-    parts["model"] = {**dict(model.named_buffers()), **model.state_dict()}
-    optimizers = arguments.get("optimizers", ())
-    optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    state = objects_of(arguments.get("state", ()))
-    for i, optimizer in enumerate(optimizers):
-        parts[f"optimizers[{i}]"] = optimizer.state_dict()
-    for key, one in state.items():
-        parts[f"state[{key!r}]"] = one.state_dict()
-    parts["generators"] = {
-        "torch": torch.get_rng_state(),
-        "numpy": _text_digest(np.random.get_state()),
-        "python": _text_digest(random.getstate()),
+    optimizers = optimizers_of(arguments.get("optimizers", ()))
+    state = objects_of(arguments.get("state"))
+    known = {id(one) for one in (*model.modules(), *optimizers, *state.values())}
+    found: dict[str, Callable[[], Any]] = {
+        "model": lambda: {**dict(model.named_buffers()), **model.state_dict()},
+        "optimizers": lambda: dict(enumerate(map(_state_of, optimizers))),
+        "state": lambda: {key: _state_of(one) for key, one in state.items()},
+        "generators": _generators,
+        "object": lambda: {name: _state_of(one) for name, one in objects if _has_state(one, known)},
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        parts["generators"]["cuda"] = torch.cuda.get_rng_state()
-    for name, one in objects:
-        if id(one) in known or not hasattr(type(one), "state_dict") or hasattr(type(one), "__iter__"):
-            continue
-        if isinstance(one, torch.utils.data.DataLoader) or type(one).__module__.startswith("ecemb"):
-            continue
-        numbers = {
-            key: value for key, value in vars(one).items() if type(value) in (bool, int, float, torch.Tensor)
+    return dict(_flat("", {name: found[name]() for name in KINDS if name in found and kind in (None, name)}))
+
+
+def _has_state(one: object, known: set[int]) -> bool:
+    """Whether an object of the script counts: it has a state_dict(), and is no loader nor ecemb's."""
+    kind = type(one)
+    if id(one) in known or not hasattr(kind, "state_dict") or hasattr(kind, "__iter__"):
+        return False
+    return not isinstance(one, torch.utils.data.DataLoader) and not kind.__module__.startswith("ecemb")
+
+
+def _state_of(one: Any) -> dict[str, Any]:
+    """An object's state_dict(), and a metric's states or the numbers and tensors in attributes."""
+    attributes: dict[str, Any] = getattr(one, "__dict__", {})
+    if is_metric(one):
+        found = {name: getattr(one, name) for name in states_of(one)}
+    elif type(one).__module__.partition(".")[0] in ("torch", "torchrec"):  # what they keep is in state_dict()
+        found = {}
+    else:
+        found = {k: value for k, value in attributes.items() if type(value) in (int, float, torch.Tensor)}
+    with contextlib.suppress(Exception):  # the script doesn't call it here, and it may not be able to
+        found["state_dict()"] = one.state_dict()
+    return found
+
+
+def _generators() -> dict[str, Any]:
+    with np.printoptions(threshold=sys.maxsize):
+        found: dict[str, Any] = {
+            "torch": torch.get_rng_state(),
+            "numpy": _hash(repr(np.random.get_state()).encode()),
+            "python": _hash(repr(random.getstate()).encode()),
         }
-        with contextlib.suppress(Exception):  # the script doesn't call it there, and it may not be able to
-            parts[name] = {"state_dict()": one.state_dict(), "attributes": numbers}  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-    return dict(_flat("", parts))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -195,19 +295,17 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
         yield name, repr(value)[:40]
 
 
+def _digest(tensor: torch.Tensor) -> str:
+    return f"{_hash(_bytes_of(tensor))} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
-def _text_digest(value: object) -> str:
-    with np.printoptions(threshold=sys.maxsize):
-        return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    data = hashlib.blake2b(_bytes_of(tensor), digest_size=8).hexdigest()
-    return f"{data} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def main(words: Sequence[str]) -> None:
@@ -226,7 +324,9 @@ def main(words: Sequence[str]) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except Ended:
-        pass
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # not all that a script does at its end was done
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             _note(Path(folder), script, error)
@@ -237,15 +337,9 @@ def _note(folder: Path, script: str, error: BaseException) -> None:
     """Leaves the error and the script's line for `rehearse`."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
     where = f"{script}, line {lines[-1]}: " if lines else ""
-    text = f"{where}{type(error).__name__}: {error}"
     path = folder / f"error-{os.environ.get('RANK', '0')}-{os.getpid()}"
-    path.write_text(json.dumps({"error": type(error).__name__, "text": text, "is_last": not run_again()}))
-
-
-def run_again() -> bool:
-    """Whether torchrun will start this process again after a failure."""
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < restarts
+    text = f"{where}{type(error).__name__}: {error}"
+    path.write_text(json.dumps({"error": type(error).__name__, "text": text}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """`python -m ecemb rehearse`: runs a script undisturbed and with failures, and compares its steps.
 
-Owns the runs, their comparison, and what a difference is likely to come from. Needs no knowledge of the
-script: `rehearsal` runs in each rank, and writes down digests of model, optimizers, generators, `state=`
-objects, other objects with a state_dict(), and of the values that the script differentiates.
+Owns the runs, their comparison, and the likely cause of a difference. Needs no knowledge of the script:
+`rehearsal` runs in each rank, and records digests of model, optimizers, generators, `state=` objects, other
+objects with a state_dict(), and of the values that the script differentiates.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError, EcembError
+from ..launch.preload import imported_by
 from ..net.wording import counted
 
 HELP = "run a script undisturbed and with failures, and show the first step at which the runs differ"
 SHOWS = """
 The script runs six times on this machine, for some steps: twice undisturbed, twice with killed processes,
 twice with processes killed whose memory is lost; one of each two with window=4. Each rank stands for a host.
-Memory of the job itself isn't touched, and guard.save() writes nothing; whatever else the script writes, it
-writes. The exit code is 0 if all runs leave the same bits after each step.
+Runs begin at step 0; memory and checkpoints of the job itself aren't touched; guard.save() writes nothing.
+Whatever else the script writes, it writes. The exit code is 0 if all runs leave the same bits in each step.
 """
 _WINDOW = 4
 _RESTARTS = 8
@@ -41,7 +42,13 @@ _POLL_S = 0.1
 _SHOWN = 6  # names of a difference
 
 BEGIN, END = "begin", "end"
-"""When a digest was taken: after `guard.step()` was entered, and after it was left."""
+"""When a digest was taken: after `guard.step()` was entered, and after it was left; END of step -1 is where
+`protect` returned at a fresh start."""
+
+Place = tuple[int, str]
+"""(step, `BEGIN` or `END`)."""
+Record = list[tuple[Place, dict[str, str]]]
+"""Places, in the order in which a rank's processes came there, with digests by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +69,21 @@ class Death:
 
 
 @dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the script to find: the one that changes a value between two steps.
+
+    Attributes:
+        step: Number of the step before which it changes.
+        name: The value's name.
+        rank: The rank on which to look.
+    """
+
+    step: int
+    name: str
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """What the ranks of one run do.
 
@@ -69,47 +91,58 @@ class Run:
         name: Ends the job's name.
         steps: After so many the run ends.
         window: Replaces the script's; None to leave it.
-        deaths: See `Death`.
+        deaths: The ends of processes.
+        line: A line to find; None for none.
     """
 
     name: str
     steps: int
-    window: int | None
+    window: int | None = None
     deaths: tuple[Death, ...] = ()
+    line: Line | None = None
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Run:
         """Returns a run from its fields."""
         deaths = tuple(Death(**one) for one in fields["deaths"])
-        return cls(fields["name"], fields["steps"], fields["window"], deaths)
-
-
-Record = dict[tuple[int, str], dict[str, str]]
-"""(step, "begin" or "end") -> digests by name."""
+        line = None if fields["line"] is None else Line(**fields["line"])
+        return cls(fields["name"], fields["steps"], fields["window"], deaths, line)
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run has left.
+    """The result of a run.
 
     Attributes:
         error: Why it ended early; empty if it didn't.
-        records: Rank -> one record of each process that it had.
+        records: Rank -> its record.
         deaths: Number of processes that were killed.
+        warnings: What ecemb warned of.
+        line: The line that was found; empty for none.
     """
 
     error: str
-    records: dict[int, list[Record]]
-    deaths: int
+    records: dict[int, Record]
+    deaths: int = 0
+    warnings: tuple[str, ...] = ()
+    line: str = ""
 
     @property
     def steps(self) -> int:
         """The steps that all ranks ended."""
-        ended = [
-            [step for life in lives for step, when in life if when == "end"]
-            for lives in self.records.values()
-        ]
+        ended = [[step for (step, when), _ in record if when == END] for record in self.records.values()]
         return min((max(steps, default=-1) + 1 for steps in ended), default=0)
+
+    def between(self, step: int) -> dict[str, int]:
+        """Values that changed between a step and the step before it, or `protect` -> a rank on which."""
+        found: dict[str, int] = {}
+        for rank, record in self.records.items():
+            states = dict(record)
+            left, begun = states.get((step - 1, END), {}), states.get((step, BEGIN), {})
+            for name in left.keys() & begun.keys():
+                if left[name] != begun[name]:
+                    found.setdefault(name, rank)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,16 +150,12 @@ class Difference:
     """Where a run left other bits than the undisturbed one.
 
     Attributes:
-        step: Its number.
-        when: "begin" or "end".
+        place: The first place.
         names: Name of what differs -> the ranks on which it does.
-        cause: What it is likely to come from, and the way out.
     """
 
-    step: int
-    when: str
+    place: Place
     names: dict[str, list[int]]
-    cause: str
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -134,12 +163,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="of the job (4)")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="of each run (50)")
-    parser.add_argument(
-        "--launcher",
-        choices=("ecemb-run", "torchrun"),
-        default="ecemb-run",
-        help="what starts the ranks: torchrun alone, or with ecemb-run, which is faster (ecemb-run)",
-    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and digests there: a new folder")
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="what torchrun would start")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own")
@@ -168,113 +191,161 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigurationError(
                 f"--keep {options.keep} can't be made as a new folder: {error}"
             ) from None
-        return _rehearse(options, options.keep)
+        return Rehearsal(options, options.keep).play()
     with tempfile.TemporaryDirectory(prefix="ecemb-rehearsal-") as folder:
-        return _rehearse(options, Path(folder))
+        return Rehearsal(options, Path(folder)).play()
 
 
-def _rehearse(options: argparse.Namespace, folder: Path) -> int:
-    began = time.monotonic()
-    plain = _launch(options, folder / "1", "undisturbed", None, ())
-    if plain.error or plain.steps < _LEAST_STEPS:
-        why = plain.error or f"it ended after {counted(plain.steps, 'step')}; {_LEAST_STEPS} are needed"
-        print(f"  the script fails without any failure of a machine: {why}")
-        return 1
-    windowed = _launch(options, folder / "2", f"undisturbed, window={_WINDOW}", _WINDOW, ())
-    varying = {name for _, name, _ in _differences(plain, windowed)}
-    if windowed.error:
-        print(f"  not rehearsed with window={_WINDOW}, as the script fails with it: {windowed.error}")
-    elif any(_kind(name) != "object" for name in varying):  # not such as a clock in an object
-        _show(compare(plain, windowed))
-        print("  two undisturbed runs differ, so no failure can be judged: seed what the script draws from")
-        return 1
-    runs, failed = 2, 0
-    for memory in (False, True)[: min(options.ranks, 2)]:
-        for window in (None, _WINDOW)[: 1 if windowed.error else 2]:
-            runs += 1
-            deaths = (
-                Death(plain.steps // 3, END, 1 % options.ranks, memory),
-                Death(2 * plain.steps // 3, BEGIN, 0, memory),
+class Rehearsal:
+    """All runs of a script, and their comparison with the undisturbed one.
+
+    Args:
+        options: Of the command.
+        folder: For logs and records; empty.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options, self._folder = options, folder
+        self._runs = 0
+        self._plain = Outcome("", {})
+        self._varying: set[str] = set()  # names of values that differ in undisturbed runs
+        self._causes: set[str] = set()  # that were shown
+
+    def play(self) -> int:
+        """Runs the script as often as needed; returns the command's exit code."""
+        began, ranks = time.monotonic(), self._options.ranks
+        if not self._play_undisturbed():
+            return 1
+        second_s = time.monotonic()
+        windowed = self._launch(f"undisturbed, window={_WINDOW}", _WINDOW)
+        second_s = time.monotonic() - second_s
+        self._varying = {name for _, name, _ in differences(self._plain, windowed)}
+        windows = (None,) if windowed.error else (None, _WINDOW)
+        if windowed.error:
+            print(f"  not rehearsed with window={_WINDOW}, as the script fails with it: {windowed.error}")
+        elif any(kind_of(name) != "object" for name in self._varying):  # not such as a clock in an object
+            self._varying.clear()
+            self._show(compare(self._plain, windowed))
+            print(
+                "  two undisturbed runs differ, so no failure can be judged: seed what the script draws from"
             )
-            title = " and ".join(f"rank {one.rank} killed in step {one.step}" for one in deaths)
-            title += ", with their memory" if memory else ""
-            title += f", window={_WINDOW}" if window else ""
-            outcome = _launch(options, folder / str(runs), title, window, deaths)
-            failed += not _is_survived(plain, outcome, len(deaths), varying)
-    seconds = time.monotonic() - began
-    print(f"{counted(runs, 'run')} of {counted(plain.steps, 'step')} in {seconds:.0f} s: ", end="")
-    print(f"FAILED: {failed} of {runs - 2} runs with failures" if failed else "each ended with the same bits")
-    if options.ranks == 1:
-        print("lost memory was not rehearsed: one rank has no parity (--ranks 2 or more)")
-    return int(failed > 0)
+            return 1
+        left = len(windows) * min(ranks, 2)
+        print(f"{counted(left, 'run')} with failures left, {3 * left * second_s:.0f} s or less")
+        failed = 0
+        for memory in (False, True)[: min(ranks, 2)]:
+            deaths = deaths_for(self._plain, ranks, memory=memory)
+            for window in windows:
+                failed += not self._is_survived(deaths, window)
+        seconds = time.monotonic() - began
+        said = f"FAILED: {failed} of {left} runs with failures" if failed else "each ended with the same bits"
+        print(
+            f"{counted(self._runs, 'run')} of {counted(self._plain.steps, 'step')} in {seconds:.0f} s: {said}"
+        )
+        if ranks == 1:
+            print("lost memory was not rehearsed: one rank has no parity (--ranks 2 or more)")
+        return int(failed > 0)
+
+    def _play_undisturbed(self) -> bool:
+        """Runs the script as it is; returns whether it can be rehearsed."""
+        self._plain = plain = self._launch("undisturbed")
+        for text in plain.warnings:
+            print(f"  ecemb warns: {text}")
+        if plain.error:
+            print(f"  the script fails without any failure of a machine: {plain.error}")
+        elif plain.steps < _LEAST_STEPS:
+            print(f"  it ended after {counted(plain.steps, 'step')} of a guard; {_LEAST_STEPS} are needed")
+        return not plain.error and plain.steps >= _LEAST_STEPS
+
+    def _is_survived(self, deaths: Sequence[Death], window: int | None) -> bool:
+        """Whether a run with failures ends like the undisturbed one; prints how."""
+        title = " and ".join(f"rank {one.rank} killed in step {one.step}" for one in deaths)
+        title += ", with their memory" if deaths[0].memory else ""
+        title += f", window={window}" if window else ""
+        outcome = self._launch(title, window, deaths)
+        difference = compare(self._plain, outcome, self._varying)
+        if difference is not None:
+            self._show(difference)
+        elif outcome.error:
+            print(f"  FAILED: {outcome.error}")
+        elif outcome.deaths < len(deaths):
+            print(f"  FAILED: {outcome.deaths} of {len(deaths)} processes were killed")
+        else:
+            print("  the same bits after each step")
+            return True
+        return False
+
+    def _show(self, difference: Difference | None) -> None:
+        if difference is None:
+            return
+        (step, when), names = difference.place, list(difference.names.items())
+        print(f"  DIFFERENT when step {step} {'begins' if when == BEGIN else 'ends'}:")
+        for name, ranks in names[:_SHOWN]:
+            print(f"    {name} (rank {', '.join(map(str, sorted(set(ranks))))})")
+        if len(names) > _SHOWN:
+            print(f"    and {len(names) - _SHOWN} more")
+        text, line = cause(self._plain, difference)
+        if text not in self._causes and line is not None:
+            found = self._launch(f"looking for the line that changes {line.name}", line=line).line
+            text = text.replace(_HERE, f" at {found}" if found else "")
+        self._causes.add(text)
+        print(f"    likely cause: {text.replace(_HERE, '')}")
+
+    def _launch(
+        self,
+        title: str,
+        window: int | None = None,
+        deaths: Sequence[Death] = (),
+        line: Line | None = None,
+    ) -> Outcome:
+        """Runs the script once, and prints how long it took."""
+        print(f"{title} ...", end="", flush=True)
+        began = time.monotonic()
+        self._runs += 1
+        folder = self._folder / str(self._runs)
+        folder.mkdir()
+        name = f"rehearsal-{secrets.token_hex(4)}"
+        plan = Run(name, self._options.steps, window, tuple(deaths), line)
+        (folder / "run.json").write_text(json.dumps(dataclasses.asdict(plan)))
+        with open(folder / "log", "wb") as log:
+            process = subprocess.Popen(
+                self._command(folder, _RESTARTS if deaths else 0),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = _wait(process, folder)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                _remove_arenas(folder)
+        outcome = _outcome(folder, code)
+        print(f" {outcome.steps} steps, {time.monotonic() - began:.0f} s", flush=True)
+        return outcome
+
+    def _command(self, folder: Path, restarts: int) -> list[str]:
+        options, script = self._options, str(self._options.script)
+        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
+        agent += ["--nproc-per-node", str(options.ranks), "--max-restarts", str(restarts)]
+        worker = ["--no-python", sys.executable, "-m", "ecemb", "run"]
+        if imported := imported_by(script):
+            worker += ["--preload", ",".join(imported)]
+        return [*agent, *worker, "-m", "ecemb.tools.rehearsal", str(folder), script, *options.arguments]
 
 
-def _is_survived(plain: Outcome, outcome: Outcome, deaths: int, varying: Collection[str]) -> bool:
-    """Whether a run with failures ended like the undisturbed one; prints how."""
-    difference = compare(plain, outcome, varying)
-    if outcome.error:
-        print(f"  FAILED: {outcome.error}")
-    elif outcome.deaths < deaths:
-        print(f"  FAILED: {outcome.deaths} of {deaths} processes were killed")
-    elif difference is not None:
-        _show(difference)
-    else:
-        print("  the same bits after each step")
-        return True
-    return False
-
-
-def _launch(
-    options: argparse.Namespace,
-    folder: Path,
-    title: str,
-    window: int | None,
-    deaths: Sequence[Death],
-) -> Outcome:
-    """Runs the script once."""
-    print(f"{title} ...", flush=True)
-    folder.mkdir()
-    name = f"rehearsal-{secrets.token_hex(4)}"
-    plan = Run(name, options.steps, window, tuple(deaths))
-    (folder / "run.json").write_text(json.dumps(dataclasses.asdict(plan)))
-    worker = ["-m", "ecemb.tools.rehearsal", str(folder), str(options.script), *options.arguments]
-    if options.launcher == "ecemb-run":
-        worker = ["--no-python", sys.executable, "-m", "ecemb", "run", *worker]
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
-    agent += ["--nproc-per-node", str(options.ranks), "--max-restarts", str(_RESTARTS), *worker]
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(agent, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            code, is_late = _wait(process, folder)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            _remove_arenas(folder)
-    error = ""
-    if is_late:
-        error = f"no rank ended a step within {_SILENT_S:.0f} s"
-    elif code:
-        error = _error(folder)
-    records = {
-        int(path.stem.removeprefix("rank-")): list(lives_of(path))
-        for path in sorted(folder.glob("rank-*.jsonl"))
-    }
-    done = len(list(folder.glob("death-*")))
-    return Outcome(error, records, done)
-
-
-def _wait(process: subprocess.Popen[bytes], folder: Path) -> tuple[int, bool]:
-    """Waits for the end of a run; its exit code, and whether it made no step for long."""
+def _wait(process: subprocess.Popen[bytes], folder: Path) -> int | None:
+    """Waits for the end of a run; returns its exit code, or None if no rank made a step for long."""
     size, last = -1, time.monotonic()
     while (code := process.poll()) is None:
         now = sum(path.stat().st_size for path in folder.glob("rank-*.jsonl"))
         if now != size:
             size, last = now, time.monotonic()
         elif time.monotonic() - last > _SILENT_S:
-            return 1, True
+            return None
         time.sleep(_POLL_S)
-    return code, False
+    return code
 
 
 def _remove_arenas(folder: Path) -> None:
@@ -288,41 +359,64 @@ def _remove_arenas(folder: Path) -> None:
                     remove(found, force=True)
 
 
+def _outcome(folder: Path, code: int | None) -> Outcome:
+    """Reads what the ranks of a run have written."""
+
+    def text(name: str) -> str:
+        path = folder / name
+        return path.read_text() if path.exists() else ""
+
+    error = ""
+    if code is None:
+        error = f"no rank ended a step within {_SILENT_S:.0f} s"
+    elif code:
+        error = _error(folder)
+    return Outcome(
+        error,
+        {
+            int(path.stem.removeprefix("rank-")): record_of(path.read_text())
+            for path in sorted(folder.glob("rank-*.jsonl"))
+        },
+        len(list(folder.glob("death-*"))),
+        tuple(dict.fromkeys(text("warnings").splitlines())),
+        text("line"),
+    )
+
+
 def _error(folder: Path) -> str:
     """Why a run failed: the first error of a script that no other rank's end explains."""
-    notes = [
-        json.loads(path.read_text())
-        for path in sorted(folder.glob("error-*"), key=lambda p: p.stat().st_mtime)
-    ]
+    paths = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime)
+    notes = [json.loads(path.read_text()) for path in paths]
     own = [note["text"] for note in notes if note["error"] not in ("PeerFailure", "StepFailed")]
     if own or notes:
         return [*own, *(note["text"] for note in notes)][0]
     lines = (folder / "log").read_text(errors="replace").splitlines()
-    return next(
-        (line for line in lines if re.search(r"\w(Error|Failed|Lost)\b", line)), "see its log (--keep DIR)"
-    )
+    errors = (line for line in lines if re.search(r"\w(Error|Failed|Lost)\b", line))
+    return next(errors, "see its log (--keep DIR)")
 
 
-def lives_of(path: Path) -> Iterator[Record]:
-    """The records of a rank's processes: one begins where a step is not the one that follows."""
-    record, last = Record(), (-1, "end")
-    for line in path.read_text().splitlines():
-        try:
+def record_of(text: str) -> Record:
+    """Reads a rank's record; a line that a killed process has not finished is left out."""
+    record: Record = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
             step, when, state = json.loads(line)
-        except ValueError:  # its process was killed while it wrote
-            continue
-        if (step, when) <= last:
-            yield record
-            record = {}
-        record[step, when], last = state, (step, when)
-    yield record
+            record.append(((step, when), state))
+    return record
 
 
-def _differences(plain: Outcome, other: Outcome) -> Iterator[tuple[tuple[int, str], str, int]]:
-    """Place, name and rank of each."""
-    for rank, lives in other.records.items():
-        expected = plain.records[rank][0]
-        for place, state in ((place, state) for life in lives for place, state in life.items()):
+def deaths_for(plain: Outcome, ranks: int, *, memory: bool) -> tuple[Death, ...]:
+    """Where ranks die: at the end of a step, and at the begin of one before which most has changed."""
+    early, late = plain.steps // 3, 2 * plain.steps // 3
+    last = max(range(early + 1, plain.steps), key=lambda step: (len(plain.between(step)), -abs(step - late)))
+    return Death(early, END, 1 % ranks, memory), Death(last, BEGIN, 0, memory)
+
+
+def differences(plain: Outcome, other: Outcome) -> Iterator[tuple[Place, str, int]]:
+    """Place, name and rank of each difference from the undisturbed run."""
+    for rank, record in other.records.items():
+        expected = dict(plain.records[rank])
+        for place, state in record:
             right = expected.get(place, {})
             for name in {*right, *state}:
                 if right.get(name) != state.get(name):
@@ -331,35 +425,39 @@ def _differences(plain: Outcome, other: Outcome) -> Iterator[tuple[tuple[int, st
 
 def compare(plain: Outcome, other: Outcome, without: Collection[str] = ()) -> Difference | None:
     """The first place at which a run left other bits than the undisturbed one; None if there is none."""
-    found: dict[tuple[int, str], dict[str, list[int]]] = {}
-    for place, name, rank in _differences(plain, other):
+    found: dict[Place, dict[str, list[int]]] = {}
+    for place, name, rank in differences(plain, other):
         if name not in without:
             found.setdefault(place, {}).setdefault(name, []).append(rank)
-    if not found:
-        return None
-    step, when = min(found)
-    names = dict(sorted(found[step, when].items()))
-    return Difference(step, when, names, _cause(plain, names, step, when))
+    return Difference(min(found), dict(sorted(found[min(found)].items()))) if found else None
 
 
-def _cause(plain: Outcome, names: dict[str, list[int]], step: int, when: str) -> str:
-    """What a difference is likely to come from, by what the undisturbed run shows."""
-    for name, ranks in names.items():
-        record = plain.records[ranks[0]][0]
-        for before in range(min(step, plain.steps - 1), 0, -1):
-            left, found = record.get((before - 1, "end"), {}), record.get((before, "begin"), {})
-            if name in left and name in found and left[name] != found[name]:
-                where = f"between steps {before - 1} and {before}, where no step records it"
-                return f"the script changes {name} {where}: {_OUTSIDE[_kind(name)]}"
-    kinds = {_kind(name) for name in names}
-    return _INSIDE[next(kind for kind in _INSIDE if kind in kinds)]
+def cause(plain: Outcome, difference: Difference) -> tuple[str, Line | None]:
+    """What a difference is likely to come from, and the way out, by what the undisturbed run shows.
+
+    Returns:
+        A text, with `_HERE` where the script's line belongs; and the line to look for, if one may be found.
+    """
+    for step in range(min(difference.place[0], plain.steps - 1), -1, -1):
+        changed = plain.between(step)
+        for name in difference.names:
+            if name in changed:
+                before = f"steps {step - 1} and {step}" if step else "ecemb.protect() and step 0"
+                text = f"the script changes {name} between {before}{_HERE}, where no step records it"
+                return f"{text}: {_OUTSIDE[kind_of(name)]}", Line(step, name, changed[name])
+    kinds = {kind_of(name) for name in difference.names}
+    return _INSIDE[next(kind for kind in _INSIDE if kind in kinds)], None
 
 
-def _kind(name: str) -> str:
-    kind = name.split(".")[0].split("[")[0]
-    return kind if kind in ("model", "optimizers", "generators", "state", "loss") else "object"
+KINDS = ("model", "optimizers", "state", "generators", "object", "loss")
 
 
+def kind_of(name: str) -> str:
+    """The kind of a value, by its name."""
+    return name.partition(".")[0]
+
+
+_HERE = "<line>"
 _OUTSIDE = {
     "model": "write it in a step, and declare rows of a table before, with guard.touch(table, rows)",
     "optimizers": "change it in a step",
@@ -375,27 +473,14 @@ _INSIDE = {
     "object": "it begins again when a process does: give it to protect(), in state= or optimizers=",
     "generators": "another number of draws was made after the restart than in the undisturbed run",
     "state": "its state_dict() does not hold all that it needs to go on",
-    "optimizers": "its updates go past what ecemb knows, or use gradients that a restart lost",
+    "optimizers": "its updates go past what ecemb knows, or use numbers or gradients that a restart lost",
+    "loss": (
+        "the batches are others: take them from guard.batches(loader), or choose them by the step's number; "
+        "a dataset must give the same sample for the same index"
+    ),
     "model": (
         "it is written past torch (through .data, numpy or a pointer), or is updated from something that a "
         "restart lost, such as gradients that were kept over a step: declare rows with guard.touch(table, "
         "rows), and let gradients begin and end in one step"
     ),
-    "loss": (
-        "the batches are others: take them from guard.batches(loader), or choose them by the step's number; "
-        "a dataset must give the same sample for the same index"
-    ),
 }
-
-
-def _show(difference: Difference | None) -> None:
-    if difference is None:
-        return
-    names = list(difference.names.items())
-    place = "when it begins" if difference.when == "begin" else "when it ends"
-    print(f"  DIFFERENT in step {difference.step}, {place}:")
-    for name, ranks in names[:_SHOWN]:
-        print(f"    {name} (rank {', '.join(map(str, sorted(set(ranks))))})")
-    if len(names) > _SHOWN:
-        print(f"    and {len(names) - _SHOWN} more")
-    print(f"    likely cause: {difference.cause}")

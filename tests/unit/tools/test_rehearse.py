@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ecemb.errors import ConfigurationError
+from ecemb.tools import rehearsal, rehearse
 from ecemb.tools.rehearsal import digests
-from ecemb.tools.rehearse import Death, Outcome, Record, Run, compare, lives_of
+from ecemb.tools.rehearse import Death, Line, Outcome, Place, Record, Run, cause, compare, deaths_for
 
 SCRIPT = """
 import sys
@@ -37,112 +41,196 @@ for number in range(guard.next_step, 100):
         table.weight.data.mul_(2)
 guard.close()
 """
+STEPS = 6
+PLACES: list[Place] = [(-1, "end"), *((step, when) for step in range(STEPS) for when in ("begin", "end"))]
 
 
-def run_of(records: list[Record]) -> Outcome:
-    return Outcome("", {0: records}, 0)
+def run_of(record: Record, **more: Any) -> Outcome:
+    return Outcome("", {0: record}, **more)
 
 
-def states(**changes: dict[tuple[int, str], str]) -> Record:
-    """Six steps in which nothing changes but what is said."""
-    places = [(step, when) for step in range(6) for when in ("begin", "end")]
-    record: Record = {place: {"model.w": "a", "sched.last_epoch": "b", "loss": "c"} for place in places}
-    for name, values in changes.items():
-        for place, value in values.items():
-            record[place][name.replace("__", ".")] = value
+def states(since: Place | None = None, name: str = "", value: str = "x") -> Record:
+    """A record in which nothing changes but one value, from a place on."""
+    record: Record = [
+        (place, {"model.w": "a", "object.sched": "b", "generators.torch": "g", "loss": "c"})
+        for place in PLACES
+    ]
+    for place, state in record:
+        if since is not None and place >= since:
+            state[name] = value
     return record
 
 
 def test_the_first_place_of_a_difference_is_named_with_its_ranks() -> None:
-    right = states()
-    assert compare(run_of([right]), run_of([right])) is None
-    wrong = {(4, "begin"): "x", (4, "end"): "x", (5, "begin"): "x"}
-    found = compare(run_of([right]), run_of([states(), states(model__w=wrong)]))
-    assert found is not None
-    assert (found.step, found.when, found.names) == (4, "begin", {"model.w": [0]})
-    assert "guard.touch" in found.cause
+    plain = run_of(states())
+    assert compare(plain, run_of(states())) is None
+    wrong = states((4, "begin"), "model.w")
+    found = compare(plain, run_of([*states()[:9], *wrong[8:]]))  # its process died in step 3, and began again
+    assert found is not None and (found.place, found.names) == ((4, "begin"), {"model.w": [0]})
+    text, line = cause(plain, found)
+    assert "guard.touch" in text and line is None
 
 
 def test_what_undisturbed_runs_leave_differently_is_not_compared() -> None:
-    other = states(sched__last_epoch={(3, "begin"): "x"})
-    assert compare(run_of([states()]), run_of([other]), {"sched.last_epoch"}) is None
+    other = run_of(states((3, "begin"), "object.sched"))
+    assert compare(run_of(states()), other, {"object.sched"}) is None
 
 
-def test_a_change_between_steps_is_named_as_the_cause() -> None:
-    plain = states(model__w={place: "b" for place in states() if place >= (3, "begin")})
-    other = states(model__w={place: "x" for place in states() if place >= (4, "begin")})
-    found = compare(run_of([plain]), run_of([other]))
-    assert found is not None and found.step == 3
-    assert "between steps 2 and 3" in found.cause
+@pytest.mark.parametrize(("step", "when"), [(3, "steps 2 and 3"), (0, "ecemb.protect() and step 0")])
+def test_a_change_between_steps_is_named_as_the_cause(step: int, when: str) -> None:
+    plain = run_of(states((step, "begin"), "generators.torch", "b"))
+    found = compare(plain, run_of(states((4, "begin"), "generators.torch")))
+    assert found is not None
+    text, line = cause(plain, found)
+    assert f"changes generators.torch between {when}" in text and "generator=torch.Generator()" in text
+    assert line == Line(step, "generators.torch", 0)
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("sched__last_epoch", "state="), ("loss", "guard.batches"), ("generators__torch", "draws")],
+    [
+        ("object.sched", "state="),
+        ("loss", "guard.batches"),
+        ("generators.numpy", "draws"),
+        ("state.s", "all"),
+    ],
 )
 def test_each_kind_of_difference_has_its_way_out(name: str, says: str) -> None:
-    found = compare(run_of([states()]), run_of([states(**{name: {(4, "begin"): "x"}})]))
-    assert found is not None and says in found.cause
+    plain = run_of(states())
+    found = compare(plain, run_of(states((4, "begin"), name)))
+    assert found is not None and says in cause(plain, found)[0]
 
 
-def test_a_process_that_went_on_begins_a_record_of_its_own(tmp_path: Path) -> None:
-    places = [(0, "begin"), (0, "end"), (1, "begin"), (1, "begin"), (1, "end"), (2, "begin"), (1, "begin")]
-    lines = [json.dumps([*place, {}]) for place in places]
-    path = tmp_path / "rank-0.jsonl"
-    path.write_text("\n".join([*lines, '[1, "en']))
-    assert [list(one) for one in lives_of(path)] == [places[:3], places[3:6], places[6:]]
+def test_ranks_die_where_most_has_changed() -> None:
+    usual = deaths_for(run_of(states()), 3, memory=False)
+    assert usual == (Death(2, "end", 1, False), Death(4, "begin", 0, False))
+    rare = deaths_for(run_of(states((5, "begin"), "model.w")), 1, memory=True)
+    assert rare == (Death(2, "end", 0, True), Death(5, "begin", 0, True))
+
+
+def test_a_line_that_a_killed_process_has_not_finished_is_left_out() -> None:
+    lines = [json.dumps([*place, {"a": "b"}]) for place in PLACES]
+    read = rehearse.record_of("\n".join([*lines, '[1, "en']))
+    assert read == [(place, {"a": "b"}) for place in PLACES]
+    assert run_of(read).steps == STEPS and Outcome("", {}).steps == 0
 
 
 def test_a_run_is_read_as_it_was_written() -> None:
-    run = Run("a", 6, None, (Death(1, "end", 0, True),))
+    run = Run("a", 6, None, (Death(1, "end", 0, True),), Line(3, "model.w", 1))
     assert Run.from_json(json.loads(json.dumps(dataclasses.asdict(run)))) == run
+    assert Run.from_json(json.loads(json.dumps(dataclasses.asdict(Run("a", 6))))) == Run("a", 6)
 
 
+class Counting(torch.optim.SGD):
+    calls = 0
+
+
+class Mean(torch.nn.Module):
+    """Has what a metric of torchmetrics has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._defaults = {"total": torch.zeros(())}
+        self.total, self._computed = torch.zeros(()), torch.zeros(())
+
+    def update(self) -> None: ...
+
+    def compute(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+@pytest.mark.usefixtures("kept_generators")
 def test_digests_hold_all_that_a_step_may_change() -> None:
     model = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 1), "norm": torch.nn.BatchNorm1d(2)})
-    optimizer = torch.optim.Adam(model.parameters())
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    loose = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    arguments = {"model": model, "optimizers": optimizer, "state": {"schedule": schedule}}
+    optimizer = Counting(model.parameters(), lr=0.1)
+    schedule, loose = (torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2))
+    metric = Mean()
+    arguments = {"model": model, "optimizers": optimizer, "state": {"schedule": schedule, "mean": metric}}
     before = digests(arguments, [("loose", loose)])
-    assert digests(arguments, [("loose", loose)]) == before
+    assert digests(arguments, [("loose", loose), ("twin", schedule), ("model", model)]) == before
 
     def changed() -> set[str]:
         now = digests(arguments, [("loose", loose)])
-        return {
-            name.split("[")[0].split(".")[0] for name in {*now, *before} if now.get(name) != before.get(name)
-        }
+        names = {name for name in {*now, *before} if now.get(name) != before.get(name)}
+        of_one_kind = [name for kind in rehearse.KINDS for name in digests(arguments, [], kind)]
+        assert of_one_kind == list(digests(arguments, []))
+        return {name.partition("[")[0].partition(", ")[0] for name in names}
 
-    model["norm"](torch.ones(3, 2))
-    assert changed() == {"model"}
-    torch.rand(1)
-    assert changed() == {"model", "generators"}
-    loose.last_epoch += 1
-    assert changed() == {"model", "generators", "loose"}
-    schedule.last_epoch += 1
-    assert changed() == {"model", "generators", "loose", "state"}
-    optimizer.param_groups[0]["lr"] = 0.5
-    assert changed() == {"model", "generators", "loose", "state", "optimizers"}
+    metric._computed += 1  # is computed again
+    assert changed() == set()
+    for act, name in (
+        (lambda: model["norm"](torch.ones(3, 2)), "model.norm."),
+        (lambda: torch.rand(1), "generators.torch"),
+        (lambda: vars(loose).update(last_epoch=7), "object.loose.state_dict().last_epoch"),
+        (lambda: vars(schedule).update(last_epoch=7), "state.schedule.state_dict().last_epoch"),
+        (lambda: metric.total.add_(1), "state.mean.total"),
+        (lambda: vars(optimizer).update(calls=1), "optimizers.0.calls"),
+        (lambda: optimizer.param_groups[0].update(lr=0.5), "optimizers.0.state_dict().param_groups"),
+    ):
+        act()
+        assert all(one.startswith(name) for one in changed()) and changed(), name
+        before = digests(arguments, [("loose", loose)])
+
+
+@pytest.fixture
+def own_trace() -> Iterator[None]:
+    """Leaves the tracing function as it was."""
+    kept = sys.gettrace()
+    yield
+    sys.settrace(kept)
+
+
+@pytest.mark.usefixtures("own_trace")
+def test_the_line_that_changes_a_value_is_found(tmp_path: Path) -> None:
+    values = [0]
+    rehearsal._Lines(tmp_path / "line", lambda: str(values[0]), "0").begin()
+    values.append(1)
+    values[0] = 7
+    values.append(2)
+    sys.settrace(None)
+    begin = test_the_line_that_changes_a_value_is_found.__code__.co_firstlineno
+    assert (tmp_path / "line").read_text() == f"{__file__}, line {begin + 5}"
+
+
+def test_warnings_of_a_run_are_kept(tmp_path: Path) -> None:
+    log = logging.Logger("rehearsed")
+    log.addHandler(rehearsal._Warnings(tmp_path))
+    log.warning("no recovery restores %s", "x")
+    log.error("an error is shown otherwise")
+    assert (tmp_path / "warnings").read_text() == "no recovery restores x\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps", "script", "says"),
+    [(4, 50, "missing.py", "is not a file"), (0, 50, "", "--ranks 0"), (2, 5, "", "at least 1 rank and 6")],
+)
+def test_options_that_make_no_sense_are_refused(
+    ranks: int, steps: int, script: str, says: str, tmp_path: Path
+) -> None:
+    given = ["--ranks", str(ranks), "--steps", str(steps), script or __file__]
+    parser = rehearse.argparse.ArgumentParser()
+    rehearse.add(parser)
+    with pytest.raises(ConfigurationError, match=says):
+        rehearse.run(parser.parse_args(given))
+    with pytest.raises(ConfigurationError, match="can't be made as a new folder"):
+        rehearse.run(parser.parse_args(["--keep", str(tmp_path), __file__]))
 
 
 @pytest.mark.processes
-def test_a_write_past_torch_is_found_where_memory_is_lost(tmp_path: Path) -> None:
+def test_a_write_past_torch_is_found_where_memory_is_lost(
+    tmp_path: Path, arena_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "ecemb",
-        "rehearse",
-        "--ranks",
-        "2",
-        "--steps",
-        "8",
-        str(script),
-        "/dev/shm",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.count("the same bits after each step") == 2  # killed processes, whose memory stays
-    assert done.stdout.count("DIFFERENT in step 2, when it begins") == 2
-    assert done.stdout.count("the script changes model.e.weight between steps 1 and 2") == 2
+    parser = rehearse.argparse.ArgumentParser()
+    rehearse.add(parser)
+    code = rehearse.run(parser.parse_args(["--ranks", "2", "--steps", "8", str(script), str(arena_dir)]))
+    said = capsys.readouterr().out
+    assert code == 1, said
+    assert said.count("the same bits after each step") == 2  # killed processes, whose memory stays
+    assert said.count("DIFFERENT when step 2 begins") == 2
+    assert said.count("the script changes model.e.weight between steps 1 and 2") == 2
+    at = SCRIPT.splitlines().index("        table.weight.data.mul_(2)") + 1
+    assert said.count(f"at {script}, line {at}") == 1
+    assert not list(arena_dir.rglob("*.arena"))
