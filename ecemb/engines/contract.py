@@ -256,7 +256,8 @@ def _moved(what: str, form: Form, tensor: object) -> str:
     return (
         f"the storage of {what} was replaced: {_address(tensor):#x} now, and {form.address:#x} is "
         f"protected (by load_state_dict(assign=True), .to(), set_(), swap_tensors() or an assignment to "
-        f".data?). {_REST}. Do it before ecemb.protect()"
+        f".data?). {_REST}. Do it before ecemb.protect(); to write rows later, write in place, in a step, "
+        f"after guard.touch(table, rows)"
     )
 
 

@@ -39,7 +39,7 @@ _RESTARTS = 8
 _LEAST_STEPS = 6
 _SILENT_S = 600.0  # without a step: the run hangs
 _POLL_S = 0.1
-_SHOWN = 6  # names of a difference
+_SHOWN = 6  # names of a difference, and warnings
 
 BEGIN, END = "begin", "end"
 """When a digest was taken: after `guard.step()` was entered, and after it was left; END of step -1 is where
@@ -249,7 +249,7 @@ class Rehearsal:
     def _play_undisturbed(self) -> bool:
         """Runs the script as it is; returns whether it can be rehearsed."""
         self._plain = plain = self._launch("undisturbed")
-        for text in plain.warnings:
+        for text in () if plain.error else plain.warnings[:_SHOWN]:
             print(f"  ecemb warns: {text}")
         if plain.error:
             print(f"  the script fails without any failure of a machine: {plain.error}")
