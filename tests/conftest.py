@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
 
 
 BY_PATH = {
-    "processes": ("unit/launch/", "unit/tools/test_check.py"),
+    "processes": ("unit/launch/", "unit/tools/test_check.py", "unit/tools/test_rehearse_run.py"),
     "torchrec": ("torchrec",),
     "slow": (
         "scenarios/test_recovery.py",

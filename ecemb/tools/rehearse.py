@@ -119,6 +119,7 @@ class Outcome:
         deaths: Number of processes that were killed.
         warnings: What ecemb warned of.
         line: The line that was found; empty for none.
+        seconds: Its duration.
     """
 
     error: str
@@ -126,6 +127,7 @@ class Outcome:
     deaths: int = 0
     warnings: tuple[str, ...] = ()
     line: str = ""
+    seconds: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -209,53 +211,50 @@ class Rehearsal:
         self._runs = 0
         self._plain = Outcome("", {})
         self._varying: set[str] = set()  # names of values that differ in undisturbed runs
-        self._causes: set[str] = set()  # that were shown
+        self._lines: dict[str, str] = {}  # name of a value -> the line that changes it, as text
 
     def play(self) -> int:
         """Runs the script as often as needed; returns the command's exit code."""
         began, ranks = time.monotonic(), self._options.ranks
-        if not self._play_undisturbed():
+        windows = self._play_undisturbed()
+        left = [(memory, window) for memory in (False, True)[: min(ranks, 2)] for window in windows]
+        if not left:
             return 1
-        second_s = time.monotonic()
-        windowed = self._launch(f"undisturbed, window={_WINDOW}", _WINDOW)
-        second_s = time.monotonic() - second_s
-        self._varying = {name for _, name, _ in differences(self._plain, windowed)}
-        windows = (None,) if windowed.error else (None, _WINDOW)
-        if windowed.error:
-            print(f"  not rehearsed with window={_WINDOW}, as the script fails with it: {windowed.error}")
-        elif any(kind_of(name) != "object" for name in self._varying):  # not such as a clock in an object
-            self._varying.clear()
-            self._show(compare(self._plain, windowed))
-            print(
-                "  two undisturbed runs differ, so no failure can be judged: seed what the script draws from"
-            )
-            return 1
-        left = len(windows) * min(ranks, 2)
-        print(f"{counted(left, 'run')} with failures left, {3 * left * second_s:.0f} s or less")
-        failed = 0
-        for memory in (False, True)[: min(ranks, 2)]:
-            deaths = deaths_for(self._plain, ranks, memory=memory)
-            for window in windows:
-                failed += not self._is_survived(deaths, window)
-        seconds = time.monotonic() - began
-        said = f"FAILED: {failed} of {left} runs with failures" if failed else "each ended with the same bits"
-        print(
-            f"{counted(self._runs, 'run')} of {counted(self._plain.steps, 'step')} in {seconds:.0f} s: {said}"
+        most_s = 3 * len(left) * self._plain.seconds
+        print(f"{counted(len(left), 'run')} with failures left, {most_s:.0f} s or less")
+        survived = [self._is_survived(deaths_for(self._plain, ranks, memory=one), two) for one, two in left]
+        failed = survived.count(False)
+        said = (
+            f"FAILED: {failed} of {len(left)} runs with failures" if failed else "all end with the same bits"
         )
+        steps, seconds = counted(self._plain.steps, "step"), time.monotonic() - began
+        print(f"{counted(self._runs, 'run')} of {steps} in {seconds:.0f} s: {said}")
         if ranks == 1:
             print("lost memory was not rehearsed: one rank has no parity (--ranks 2 or more)")
         return int(failed > 0)
 
-    def _play_undisturbed(self) -> bool:
-        """Runs the script as it is; returns whether it can be rehearsed."""
+    def _play_undisturbed(self) -> tuple[int | None, ...]:
+        """Runs the script twice; returns the windows to rehearse it with, none if it can't be rehearsed."""
         self._plain = plain = self._launch("undisturbed")
-        for text in () if plain.error else plain.warnings[:_SHOWN]:
-            print(f"  ecemb warns: {text}")
         if plain.error:
             print(f"  the script fails without any failure of a machine: {plain.error}")
-        elif plain.steps < _LEAST_STEPS:
+            return ()
+        for text in plain.warnings[:_SHOWN]:
+            print(f"  ecemb warns: {text}")
+        if plain.steps < _LEAST_STEPS:
             print(f"  it ended after {counted(plain.steps, 'step')} of a guard; {_LEAST_STEPS} are needed")
-        return not plain.error and plain.steps >= _LEAST_STEPS
+            return ()
+        windowed = self._launch(f"undisturbed, window={_WINDOW}", _WINDOW)
+        if windowed.error:
+            print(f"  not rehearsed with window={_WINDOW}, as the script fails with it: {windowed.error}")
+            return (None,)
+        varying = {name for _, name, _ in differences(plain, windowed)}
+        if any(kind_of(name) != "object" for name in varying):
+            self._show(compare(plain, windowed))
+            print("  no failure can be judged, as undisturbed runs differ: seed what the script draws from")
+            return ()
+        self._varying = varying  # such as a clock in an object
+        return None, _WINDOW
 
     def _is_survived(self, deaths: Sequence[Death], window: int | None) -> bool:
         """Whether a run with failures ends like the undisturbed one; prints how."""
@@ -285,11 +284,10 @@ class Rehearsal:
         if len(names) > _SHOWN:
             print(f"    and {len(names) - _SHOWN} more")
         text, line = cause(self._plain, difference)
-        if text not in self._causes and line is not None:
+        if line is not None and line.name not in self._lines:
             found = self._launch(f"looking for the line that changes {line.name}", line=line).line
-            text = text.replace(_HERE, f" at {found}" if found else "")
-        self._causes.add(text)
-        print(f"    likely cause: {text.replace(_HERE, '')}")
+            self._lines[line.name] = f" at {found}" if found else ""
+        print(f"    likely cause: {text.replace(_HERE, '' if line is None else self._lines[line.name])}")
 
     def _launch(
         self,
@@ -322,7 +320,8 @@ class Rehearsal:
                 process.wait()
                 _remove_arenas(folder)
         outcome = _outcome(folder, code)
-        print(f" {outcome.steps} steps, {time.monotonic() - began:.0f} s", flush=True)
+        outcome.seconds = time.monotonic() - began
+        print(f" {counted(outcome.steps, 'step')}, {outcome.seconds:.0f} s", flush=True)
         return outcome
 
     def _command(self, folder: Path, restarts: int) -> list[str]:
