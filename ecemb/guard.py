@@ -103,6 +103,7 @@ class Guard:
     @property
     def next_step(self) -> int:
         """The number of the step to run next: 0 after a fresh start."""
+        self._transactions.is_position_read = True
         return self._transactions.next_step
 
     @property
@@ -134,14 +135,16 @@ class Guard:
         """
         self._check_usable()
         if self._is_open():
-            step = f"step {self.next_step} is still open; leave its with block first"
+            step = f"step {self._transactions.next_step} is still open; leave its with block first"
             raise UsageError(f"guard.step() inside guard.step(): {step}")
         if self._steps == 1 and self._forgotten is not None:
-            self._forgotten.name()  # what the script has made since
-        step = Step(self.next_step, self._transactions)
+            knows = self._transactions.is_position_read or bool(self._rank_state.positions)
+            self._forgotten.name(knows_position=knows)  # what the script has made since
+        number = self._transactions.next_step
+        step = Step(number, self._transactions)
         try:
             if self._transactions.is_between:
-                self._optimizers.gradients.begin(step.number)
+                self._optimizers.gradients.begin(number)
             self._transactions.begin()
             self._tables.are_touched = False
             self._tables.check()
@@ -159,7 +162,7 @@ class Guard:
                 self._undone(step, aborted)
             self._sigterm.obey()
         except BaseException as error:
-            self._fail(step.number, error)
+            self._fail(number, error)
             raise
 
     @placed
@@ -330,7 +333,7 @@ class Guard:
         return {
             "job": self._session.job,
             "rank": self._session.rank,
-            "next_step": self.next_step,
+            "next_step": self._transactions.next_step,
             "steps": self._steps,
             "aborted_steps": self._aborted,
             "window": self._transactions.window.size,

@@ -201,8 +201,11 @@ class Forgotten:
         self._named: set[str] = set()
         self._numbers = _numbers(start.request)
 
-    def name(self) -> None:
+    def name(self, *, knows_position: bool = True) -> None:
         """Logs the objects that are not named yet, and numbers of optimizers that have changed.
+
+        Args:
+            knows_position: whether the script has asked for the number of a step, or for positions in data.
 
         Raises:
             ConfigurationError: there are some, and `protect` was called with strict=True.
@@ -212,6 +215,16 @@ class Forgotten:
             if number != self._numbers.get(name) and name not in self._named:
                 lost = "a restart begins with the number that the script sets: derive it from guard.next_step"
                 found.append(Unknown(name, type(number).__name__, lost))
+        if not (knows_position or objects_of(self._request.state)):
+            lost = (
+                "after a failure it begins again at its first batch, with the weights of a later step: loop "
+                "over range(guard.next_step, steps), or take batches from guard.batches(loader)"
+            )
+            found.append(
+                Unknown(
+                    "the position in the data", "neither guard.next_step nor a step's number is read", lost
+                )
+            )
         if not found:
             return
         listed = [f"{one.name} ({one.kind}): {one.lost}" for one in found[:_MOST_NAMED]]
@@ -247,7 +260,7 @@ def unknown(request: Request, training: Training, *, is_thorough: bool = False) 
     Args:
         request: the user's arguments.
         training: the state that is recovered.
-        is_thorough: whether to look for optimizers to which no name leads, too, which takes half a second.
+        is_thorough: whether to look for optimizers to which no name leads as well, which takes half a second.
     """
     tables, (kept, dense) = training.tables, training.replicated.kept
     given = list(objects_of(request.state).values())

@@ -103,6 +103,7 @@ class Transactions:
         window: Steps of a transaction.
         in_flight: The transaction whose step is open; None between steps.
         aborting: Whether this rank aborts the open step.
+        is_position_read: Whether the script has asked for the number of a step.
         seconds: phase -> wall time so far, in seconds.
     """
 
@@ -130,6 +131,7 @@ class Transactions:
         self._activity = activity or Activity()
         self.in_flight: int | None = None
         self.aborting: bool = False
+        self.is_position_read: bool = False
         self._steps = 0  # steps of the open transaction that have ended
         self._background = background or Background()
         self._off_arena = OffArenaRows(images, self._background, self.phase)
@@ -464,14 +466,19 @@ class Step:
     """One step of training, as `guard.step()` returns it.
 
     Attributes:
-        number: The step's number from 0, the same on all ranks; use it to choose the batch.
         aborted: Whether any rank aborted the step; the same on all ranks once the step has ended.
     """
 
     def __init__(self, number: int, transactions: Transactions) -> None:
-        self.number = number
+        self._number = number
         self.aborted = False
         self._transactions = transactions
+
+    @property
+    def number(self) -> int:
+        """The step's number from 0, the same on all ranks; use it to choose the batch."""
+        self._transactions.is_position_read = True
+        return self._number
 
     def abort(self, reason: str = "") -> None:
         """Votes against this step, e.g. for a loss that is NaN; one rank's vote is enough. This rank.
@@ -488,12 +495,12 @@ class Step:
             UsageError: the step has ended; or `window=` of `ecemb.protect` is not 1, so that good steps would
                 be undone with this one.
         """
-        if self._transactions.in_flight != self.number + 1:
-            raise UsageError(f"step {self.number} has ended: call step.abort() inside `with guard.step():`")
+        if self._transactions.in_flight != self._number + 1:
+            raise UsageError(f"step {self._number} has ended: call step.abort() inside `with guard.step():`")
         level = logging.DEBUG if self._transactions.aborting else logging.WARNING  # not for each micro-batch
         self._transactions.abort()
         why = f": {short(reason)}" if reason else ""
-        logger.log(level, "rank %d aborts step %d%s", self._transactions.rank, self.number, why)
+        logger.log(level, "rank %d aborts step %d%s", self._transactions.rank, self._number, why)
 
 
 class Sigterm:

@@ -103,7 +103,7 @@ class _Rank:
                 options["window"] = self._run.window
             self._arguments = signature.bind(*arguments, **options).arguments
             guard = protect(*arguments, **options)
-            if guard.next_step == 0:
+            if guard.stats()["next_step"] == 0:  # guard.next_step would note that it was read
                 self._record(-1, END, inspect.currentframe())
             return guard
 
@@ -112,14 +112,14 @@ class _Rank:
     def _stepping(self, step: Callable[[guards.Guard], Any]) -> Callable[[guards.Guard], Any]:
         @contextlib.contextmanager
         def rehearsed(guard: guards.Guard) -> Generator[Any]:
-            script = inspect.currentframe()
+            script, number = inspect.currentframe(), guard.stats()["next_step"]
             with step(guard) as one:
-                self._record(one.number, BEGIN, script)
-                self._die_at(one.number, BEGIN)
+                self._record(number, BEGIN, script)
+                self._die_at(number, BEGIN)
                 yield one
-                self._die_at(one.number, END)
-            self._record(one.number, END, script)
-            if one.number + 1 >= self._run.steps:
+                self._die_at(number, END)
+            self._record(number, END, script)
+            if number + 1 >= self._run.steps:
                 guard.close()
                 raise Ended
 

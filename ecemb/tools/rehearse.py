@@ -472,11 +472,11 @@ _INSIDE = {
     "object": "it begins again when a process does: give it to protect(), in state= or optimizers=",
     "generators": "another number of draws was made after the restart than in the undisturbed run",
     "state": "its state_dict() does not hold all that it needs to go on",
-    "optimizers": "its updates go past what ecemb knows, or use numbers or gradients that a restart lost",
     "loss": (
         "the batches are others: take them from guard.batches(loader), or choose them by the step's number; "
         "a dataset must give the same sample for the same index"
     ),
+    "optimizers": "its updates go past what ecemb knows, or use numbers or gradients that a restart lost",
     "model": (
         "it is written past torch (through .data, numpy or a pointer), or is updated from something that a "
         "restart lost, such as gradients that were kept over a step: declare rows with guard.touch(table, "
