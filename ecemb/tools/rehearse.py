@@ -89,7 +89,7 @@ class Run:
 
     Attributes:
         name: Ends the job's name.
-        steps: After so many the run ends.
+        steps: Number of steps after which the run ends.
         window: Replaces the script's; None to leave it.
         deaths: The ends of processes.
         line: A line to find; None for none.
