@@ -278,7 +278,8 @@ class Rehearsal:
         if difference is None:
             return
         (step, when), names = difference.place, list(difference.names.items())
-        print(f"  DIFFERENT when step {step} {'begins' if when == BEGIN else 'ends'}:")
+        place = f"step {step} {'begins' if when == BEGIN else 'ends'}" if step >= 0 else "protect() returns"
+        print(f"  DIFFERENT when {place}:")
         for name, ranks in names[:_SHOWN]:
             print(f"    {name} (rank {', '.join(map(str, sorted(set(ranks))))})")
         if len(names) > _SHOWN:
@@ -437,7 +438,8 @@ def cause(plain: Outcome, difference: Difference) -> tuple[str, Line | None]:
     Returns:
         A text, with `_HERE` where the script's line belongs; and the line to look for, if one may be found.
     """
-    for step in range(min(difference.place[0], plain.steps - 1), -1, -1):
+    at = difference.place[0]
+    for step in (*range(min(at, plain.steps - 1), -1, -1), *range(at + 1, plain.steps)):  # a window is undone
         changed = plain.between(step)
         for name in difference.names:
             if name in changed:

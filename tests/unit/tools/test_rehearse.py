@@ -54,10 +54,17 @@ def test_what_undisturbed_runs_leave_differently_is_not_compared() -> None:
     assert compare(run_of(states()), other, {"object.sched"}) is None
 
 
-@pytest.mark.parametrize(("step", "when"), [(3, "steps 2 and 3"), (0, "ecemb.protect() and step 0")])
-def test_a_change_between_steps_is_named_as_the_cause(step: int, when: str) -> None:
+@pytest.mark.parametrize(
+    ("step", "when", "since"),
+    [
+        (3, "steps 2 and 3", (4, "begin")),
+        (0, "ecemb.protect() and step 0", (4, "begin")),
+        (3, "steps 2 and 3", (-1, "end")),  # a window that had changed it is undone
+    ],
+)
+def test_a_change_between_steps_is_named_as_the_cause(step: int, when: str, since: Place) -> None:
     plain = run_of(states((step, "begin"), "generators.torch", "b"))
-    found = compare(plain, run_of(states((4, "begin"), "generators.torch")))
+    found = compare(plain, run_of(states(since, "generators.torch")))
     assert found is not None
     text, line = cause(plain, found)
     assert f"changes generators.torch between {when}" in text and "generator=torch.Generator()" in text
