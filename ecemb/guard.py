@@ -538,7 +538,7 @@ def protect(
 ) -> Guard:
     """Protects a model's sharded embedding tables; a fresh start, or a recovery, happens here. All ranks.
 
-    Finds every `ecemb.nn.ShardedEmbeddingBag` and every sharded collection of TorchRec in the model
+    Finds every table of `ecemb.nn` and every sharded collection of TorchRec in the model
     (docs/torchrec.md lists them), and adds `tables`. Tables move into the arena; those on the meta device are
     materialised there. Those on a CUDA device stay, and have an image there. After a recovery, tables, dense
     parameters, optimizer state, random number generators and `state` are as they were after step

@@ -1,6 +1,7 @@
-"""An embedding bag whose rows are sharded over the ranks of a process group.
+"""Embeddings whose rows are sharded over the ranks of a process group.
 
-Owns `ShardedEmbeddingBag`: the exchange of ids, rows and gradients between asking ranks and the rows' owners.
+Owns `ShardedEmbeddingBag` and `ShardedEmbedding`: the exchange of ids, rows and gradients between the ranks
+that ask and the rows' owners.
 
 Invariant: the result of a lookup or its backward depends only on the inputs of all ranks. Every sum is taken
 in a fixed order (on the asking rank by position in the batch, on the owner by rank), never in order of
@@ -12,7 +13,7 @@ Must not know: guards, arenas, codes. A model that uses it trains without ecemb'
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch.nn import functional
 
 from .errors import ConfigurationError, UsageError
 
-__all__ = ["ShardedEmbeddingBag"]
+__all__ = ["ShardedEmbedding", "ShardedEmbeddingBag"]
 
 # Rows of a block, which is initialised from one seed. Whole blocks of the table are drawn, regardless of
 # shards' begins, so that initial values don't depend on the number of ranks.
@@ -31,87 +32,49 @@ _INIT_ROWS = 4096
 # A rank's verdict on its input, sent with the count of ids that it asks for and the facts of its table.
 _FINE, _OUT_OF_RANGE, _REFUSED = 0, 1, 2
 
-_MODES = ("sum", "mean")
+_MODES = ("sum", "mean", "none")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # others are sent as one number
+
+T = TypeVar("T")
 
 ALIKE = "build the table with the same arguments on all ranks"
 
 
-class ShardedEmbeddingBag(nn.Module):
-    """`torch.nn.EmbeddingBag` over a table that is sharded by rows over a process group.
-
-    With N ranks and R rows, rank p owns the rows [p·b, (p+1)·b) with b = ceil(R/N), cut off at R:
-    the last shards may be shorter, or empty. Each rank looks up a batch of its own, in any rows of
-    the table. Without a process group, or with one rank, this is a plain embedding bag.
-
-    **All ranks must call forward equally often, in the same order, and backward likewise**: both
-    are collective. Batches may differ in size and may be empty. An input that is refused on one
-    rank raises on all of them. A rank whose loss doesn't depend on its lookup leaves the others
-    waiting in backward; multiply by zero instead of leaving it out.
-
-    **Gradients** go to `weight.grad` as a sparse tensor over the shard's rows, which torch's `SGD`,
-    `Adagrad` and `SparseAdam` take; one backward names each row once, in order. It is the gradient
-    of the **sum of all ranks' losses**: each rank's backward adds its part, nothing is averaged. To
-    train on the mean over the global batch, divide the local loss by the number of ranks. The
-    gradients of a model's dense parameters are the user's to reduce.
-
-    Args:
-        num_embeddings: rows R of the whole table, at least 1.
-        embedding_dim: values of a row, at least 1.
-        mode: how the rows of one bag are pooled, "sum" or "mean". An empty bag gives zeros.
-        include_last_offset: offsets have one more entry, the number of ids, as in
-            `torch.nn.EmbeddingBag`.
-        group: process group of the ranks that share the table; the default group when None.
-        device: of the shard. On "meta" nothing is allocated, and the process that materialises `weight`
-            calls `reset_parameters()`.
-        dtype: of the shard, a floating type; torch's default when None.
-        init: fills a part of the table in place: called as `init(rows, generator)` with a CPU
-            tensor [m, dim] of the table's dtype, and must take all randomness from the generator,
-            e.g. `lambda rows, generator: rows.uniform_(-0.1, 0.1, generator=generator)`.
-            Standard normal when None, like `torch.nn.EmbeddingBag`.
-        generator: CPU generator to draw the table's seed from; torch's default one when None. One
-            number is drawn, whatever the device.
-        name: of the table, for error messages.
+class ShardedTable(nn.Module):
+    """The shard of a table, its initial values, and the exchange of rows: the base of this module's classes.
 
     Attributes:
         weight: the shard, a parameter [local rows, embedding_dim].
         rows: the shard's rows of the table, a `range`: row i of `weight` is row `rows[i]`.
         rank: of this process within the group, at construction.
         world_size: of the group, at construction.
-
-    Raises:
-        ConfigurationError: an argument breaks a rule.
+        mode: how rows are pooled: "sum", "mean", or "none".
     """
 
     weight: nn.Parameter
+    mode: str = "none"
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
         *,
-        mode: Literal["sum", "mean"] = "sum",
-        include_last_offset: bool = False,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        init: Callable[[Tensor, torch.Generator], object] | None = None,
-        generator: torch.Generator | None = None,
-        name: str | None = None,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        init: Callable[[Tensor, torch.Generator], object] | None,
+        generator: torch.Generator | None,
+        name: str | None,
     ) -> None:
         super().__init__()
-        self.name: str = name or f"ShardedEmbeddingBag({num_embeddings}, {embedding_dim})"
+        self.name: str = name or f"{type(self).__name__}({num_embeddings}, {embedding_dim})"
         if num_embeddings < 1 or embedding_dim < 1:
             raise ConfigurationError(
                 f"{self.name}: num_embeddings and embedding_dim must be at least 1, "
                 f"got {num_embeddings} and {embedding_dim}"
             )
-        if mode not in _MODES:
-            raise ConfigurationError(f'{self.name}: mode must be "sum" or "mean", got {mode!r}')
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.mode = mode
-        self.include_last_offset = include_last_offset
         self.group = group
         self.rank: int
         self.world_size: int
@@ -159,6 +122,182 @@ class ShardedEmbeddingBag(nn.Module):
             shard = self.weight[first - self.rows.start : last - self.rows.start]
             shard.copy_(values[first - start : last - start])
 
+    def _fetched(self, wanted: Callable[[], tuple[Tensor, T]]) -> tuple[Tensor, Tensor, T]:
+        """The rows of a lookup. All ranks; raises on all of them if one rank's input breaks a rule.
+
+        Args:
+            wanted: checks the input, may raise, and returns the ids, int64 or int32 [m], and anything else.
+
+        Returns:
+            The distinct rows [r, embedding_dim]; the index of each id's row among them, int64 [m]; and what
+            else `wanted` returned.
+        """
+        rank, world_size = _place(self.group)
+        if (rank, world_size) != (self.rank, self.world_size):
+            raise UsageError(
+                f"{self.name} was built on rank {self.rank} of {self.world_size}, and the process "
+                f"group now says rank {rank} of {world_size}; build the table after the group"
+            )
+        says, bad_id = _FINE, 0
+        problem: Exception | None = None
+        unique = position = torch.empty(0, dtype=torch.int64, device=self.weight.device)
+        more: T | None = None
+        try:
+            ids, more = wanted()
+            # `found` is sorted, so the ids of each owner are neighbours.
+            found, position = _unique(ids.long())
+            low, high = _listed(found[[0, -1]]) if found.numel() else (0, 0)
+            if low < 0 or high >= self.num_embeddings:
+                says, bad_id = _OUT_OF_RANGE, low if low < 0 else high
+                problem = ConfigurationError(self._range_message(bad_id, self.rank))
+            else:
+                unique = found
+        except Exception as error:  # noqa: BLE001 (raised after the others have learned of it)
+            says, problem = _REFUSED, error
+        route = self._route(unique, says, bad_id, problem)
+        return cast(Tensor, _FetchRows.apply(self.weight, route)), position, cast(T, more)
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise ConfigurationError(f"{self.name}: input must be int64 or int32, got {ids.dtype}")
+        if ids.device != self.weight.device:
+            raise ConfigurationError(
+                f"{self.name}: input is on {ids.device} and the table on {self.weight.device}; move the input"
+            )
+
+    def _range_message(self, bad_id: int, rank: int) -> str:
+        return (
+            f"{self.name}: id {bad_id} on rank {rank} is outside [0, {self.num_embeddings}); "
+            f"hash or map ids into the table before the lookup"
+        )
+
+    def _numbers(self) -> list[int]:
+        """`facts_of` this table as 4 numbers, which ranks can send."""
+        dtype, mode = self.weight.dtype, _MODES.index(self.mode)
+        known = _DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES)
+        return [self.num_embeddings, self.embedding_dim, known, mode]
+
+    def _check_alike(self, facts: list[list[int]]) -> None:
+        """Raises ConfigurationError, on all ranks, if the ranks have built different tables.
+
+        Args:
+            facts: for each of `_numbers`, its values by rank.
+        """
+        shown = [str(dtype).removeprefix("torch.") for dtype in _DTYPES] + ["another type"]
+        names: list[Sequence[Any] | None] = [None, None, shown, _MODES]
+        for fact, names_of, numbers in zip(facts_of(self), names, facts, strict=True):
+            if len(set(numbers)) > 1:
+                values = [number if names_of is None else names_of[number] for number in numbers]
+                text = differing(fact, dict(enumerate(values)))
+                raise ConfigurationError(f"{self.name} is not the same on all ranks: {text}; {ALIKE}")
+
+    def _route(self, unique: Tensor, says: int, bad_id: int, problem: Exception | None) -> _Route:
+        """Send every owner the ids of its rows that this rank wants; raise if any rank refused its input.
+
+        The counts travel first, with each rank's verdict: no rank waits for one that has raised.
+        """
+        if self.world_size == 1:
+            if problem is not None:
+                raise problem
+            return _Route(None, [unique.numel()], [unique.numel()], unique)
+        device = self.weight.device
+        starts = torch.arange(self.world_size + 1, dtype=torch.int64, device=device) * self._block_rows
+        header = torch.empty(self.world_size, 7, dtype=torch.int64, device=device)
+        header[:, 0] = torch.searchsorted(unique, starts).diff()
+        header[:, 1:] = torch.tensor([says, bad_id, *self._numbers()], dtype=torch.int64, device="cpu")
+        one_each = [1] * self.world_size
+        received = _exchange(header, one_each, one_each, self.group)
+        wanted, verdicts, bad_ids, *facts = _listed(received.t())
+        self._check_alike(facts)
+        if problem is not None:
+            raise problem
+        for rank, verdict in enumerate(verdicts):
+            if verdict == _OUT_OF_RANGE:
+                raise ConfigurationError(self._range_message(bad_ids[rank], rank))
+            if verdict == _REFUSED:
+                raise ConfigurationError(
+                    f"{self.name}: rank {rank} refused its input; its own error says why"
+                )
+        asked = _listed(header[:, 0])
+        ids = _exchange(unique, asked, wanted, self.group)
+        return _Route(self.group, asked, wanted, ids - self.rows.start)
+
+
+class ShardedEmbeddingBag(ShardedTable):
+    """`torch.nn.EmbeddingBag` over a table that is sharded by rows over a process group.
+
+    With N ranks and R rows, rank p owns the rows [p·b, (p+1)·b) with b = ceil(R/N), cut off at R:
+    the last shards may be shorter, or empty. Each rank looks up a batch of its own, in any rows of
+    the table. Without a process group, or with one rank, this is a plain embedding bag.
+
+    **All ranks must call forward equally often, in the same order, and backward likewise**: both
+    are collective. Batches may differ in size and may be empty. An input that is refused on one
+    rank raises on all of them. A rank whose loss doesn't depend on its lookup leaves the others
+    waiting in backward; multiply by zero instead of leaving it out.
+
+    **Gradients** go to `weight.grad` as a sparse tensor over the shard's rows, which torch's `SGD`,
+    `Adagrad` and `SparseAdam` take; one backward names each row once, in order. It is the gradient
+    of the **sum of all ranks' losses**: each rank's backward adds its part, nothing is averaged. To
+    train on the mean over the global batch, divide the local loss by the number of ranks. The
+    gradients of a model's dense parameters are the user's to reduce.
+
+    Args:
+        num_embeddings: rows R of the whole table, at least 1.
+        embedding_dim: values of a row, at least 1.
+        mode: how the rows of one bag are pooled, "sum" or "mean". An empty bag gives zeros.
+        include_last_offset: offsets have one more entry, the number of ids, as in
+            `torch.nn.EmbeddingBag`.
+        group: process group of the ranks that share the table; the default group when None.
+        device: of the shard. On "meta" nothing is allocated, and the process that materialises `weight`
+            calls `reset_parameters()`.
+        dtype: of the shard, a floating type; torch's default when None.
+        init: fills a part of the table in place: called as `init(rows, generator)` with a CPU
+            tensor [m, dim] of the table's dtype, and must take all randomness from the generator,
+            e.g. `lambda rows, generator: rows.uniform_(-0.1, 0.1, generator=generator)`.
+            Standard normal when None, like `torch.nn.EmbeddingBag`.
+        generator: CPU generator to draw the table's seed from; torch's default one when None. One
+            number is drawn, whatever the device.
+        name: of the table, for error messages.
+
+    Attributes:
+        weight: the shard, a parameter [local rows, embedding_dim].
+        rows: the shard's rows of the table, a `range`: row i of `weight` is row `rows[i]`.
+        rank: of this process within the group, at construction.
+        world_size: of the group, at construction.
+
+    Raises:
+        ConfigurationError: an argument breaks a rule.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        mode: Literal["sum", "mean"] = "sum",
+        include_last_offset: bool = False,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        init: Callable[[Tensor, torch.Generator], object] | None = None,
+        generator: torch.Generator | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            group=group,
+            device=device,
+            dtype=dtype,
+            init=init,
+            generator=generator,
+            name=name,
+        )
+        if mode not in ("sum", "mean"):
+            raise ConfigurationError(f'{self.name}: mode must be "sum" or "mean", got {mode!r}')
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
     def forward(
         self,
         input: Tensor,
@@ -185,29 +324,9 @@ class ShardedEmbeddingBag(nn.Module):
                 the group can still be used.
             UsageError: the table was built for another process group.
         """
-        rank, world_size = _place(self.group)
-        if (rank, world_size) != (self.rank, self.world_size):
-            raise UsageError(
-                f"{self.name} was built on rank {self.rank} of {self.world_size}, and the process "
-                f"group now says rank {rank} of {world_size}; build the table after the group"
-            )
-        says, bad_id = _FINE, 0
-        problem: Exception | None = None
-        unique = position = begins = torch.empty(0, dtype=torch.int64, device=self.weight.device)
-        try:
-            begins = self._offsets(input, offsets, per_sample_weights)
-            # `found` is sorted, so the ids of each owner are neighbours.
-            found, position = _unique(input.reshape(-1).long())
-            low, high = _listed(found[[0, -1]]) if found.numel() else (0, 0)
-            if low < 0 or high >= self.num_embeddings:
-                says, bad_id = _OUT_OF_RANGE, low if low < 0 else high
-                problem = ConfigurationError(self._range_message(bad_id, self.rank))
-            else:
-                unique = found
-        except Exception as error:  # noqa: BLE001 (raised after the others have learned of it)
-            says, problem = _REFUSED, error
-        route = self._route(unique, says, bad_id, problem)
-        rows = cast(Tensor, _FetchRows.apply(self.weight, route))
+        rows, position, begins = self._fetched(
+            lambda: (input.reshape(-1), self._offsets(input, offsets, per_sample_weights))
+        )
         factors = None if per_sample_weights is None else per_sample_weights.reshape(-1)
         return functional.embedding_bag(
             position,
@@ -227,12 +346,7 @@ class ShardedEmbeddingBag(nn.Module):
 
     def _offsets(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
         """The begins of the bags, int64; raises unless types, shapes and order are right."""
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise ConfigurationError(f"{self.name}: input must be int64 or int32, got {ids.dtype}")
-        if ids.device != self.weight.device:
-            raise ConfigurationError(
-                f"{self.name}: input is on {ids.device} and the table on {self.weight.device}; move the input"
-            )
+        self._check_ids(ids)
         if weights is not None:
             self._check_weights(weights, ids)
         if offsets is not None and ids.dim() == 1:
@@ -292,62 +406,88 @@ class ShardedEmbeddingBag(nn.Module):
                 f"must not be beyond them, and with include_last_offset=True be their number"
             )
 
-    def _range_message(self, bad_id: int, rank: int) -> str:
-        return (
-            f"{self.name}: id {bad_id} on rank {rank} is outside [0, {self.num_embeddings}); "
-            f"hash or map ids into the table before the lookup"
+
+class ShardedEmbedding(ShardedTable):
+    """`torch.nn.Embedding` over a table that is sharded by rows over a process group.
+
+    Shards, collective calls, gradients and `weight` are those of `ShardedEmbeddingBag`; rows are not pooled.
+
+    Args:
+        num_embeddings: rows R of the whole table, at least 1.
+        embedding_dim: values of a row, at least 1.
+        padding_idx: an id without a row: its lookups give zeros, and no gradient. None if all ids have rows.
+        group, device, dtype, init, generator, name: as for `ShardedEmbeddingBag`.
+
+    Attributes:
+        weight, rows, rank, world_size: as for `ShardedEmbeddingBag`.
+
+    Raises:
+        ConfigurationError: an argument breaks a rule.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        init: Callable[[Tensor, torch.Generator], object] | None = None,
+        generator: torch.Generator | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            group=group,
+            device=device,
+            dtype=dtype,
+            init=init,
+            generator=generator,
+            name=name,
         )
+        if padding_idx is not None and not 0 <= padding_idx < num_embeddings:
+            raise ConfigurationError(
+                f"{self.name}: padding_idx must be an id of the table, 0 to {num_embeddings - 1}, "
+                f"got {padding_idx}"
+            )
+        self.padding_idx = padding_idx
 
-    def _numbers(self) -> list[int]:
-        """`facts_of` this table as 4 numbers, which ranks can send."""
-        dtype, mode = self.weight.dtype, _MODES.index(self.mode)
-        known = _DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES)
-        return [self.num_embeddings, self.embedding_dim, known, mode]
-
-    def _check_alike(self, facts: list[list[int]]) -> None:
-        """Raises ConfigurationError, on all ranks, if the ranks have built different tables.
+    def forward(self, input: Tensor) -> Tensor:
+        """Looks up rows of the table. All ranks; see `ShardedEmbeddingBag` about order.
 
         Args:
-            facts: for each of `_numbers`, its values by rank.
-        """
-        shown = [str(dtype).removeprefix("torch.") for dtype in _DTYPES] + ["another type"]
-        names: list[Sequence[Any] | None] = [None, None, shown, _MODES]
-        for fact, names_of, numbers in zip(facts_of(self), names, facts, strict=True):
-            if len(set(numbers)) > 1:
-                values = [number if names_of is None else names_of[number] for number in numbers]
-                text = differing(fact, dict(enumerate(values)))
-                raise ConfigurationError(f"{self.name} is not the same on all ranks: {text}; {ALIKE}")
+            input: ids, int64 or int32, of any shape, on the shard's device. Read.
 
-    def _route(self, unique: Tensor, says: int, bad_id: int, problem: Exception | None) -> _Route:
-        """Send every owner the ids of its rows that this rank wants; raise if any rank refused its input.
+        Returns:
+            The rows, [*input.shape, embedding_dim], of the shard's dtype and on its device.
 
-        The counts travel first, with each rank's verdict: no rank waits for one that has raised.
+        Raises:
+            ConfigurationError: on all ranks, if any rank's input breaks a rule; as `ShardedEmbeddingBag`.
+            UsageError: the table was built for another process group.
         """
-        if self.world_size == 1:
-            if problem is not None:
-                raise problem
-            return _Route(None, [unique.numel()], [unique.numel()], unique)
-        device = self.weight.device
-        starts = torch.arange(self.world_size + 1, dtype=torch.int64, device=device) * self._block_rows
-        header = torch.empty(self.world_size, 7, dtype=torch.int64, device=device)
-        header[:, 0] = torch.searchsorted(unique, starts).diff()
-        header[:, 1:] = torch.tensor([says, bad_id, *self._numbers()], dtype=torch.int64, device="cpu")
-        one_each = [1] * self.world_size
-        received = _exchange(header, one_each, one_each, self.group)
-        wanted, verdicts, bad_ids, *facts = _listed(received.t())
-        self._check_alike(facts)
-        if problem is not None:
-            raise problem
-        for rank, verdict in enumerate(verdicts):
-            if verdict == _OUT_OF_RANGE:
-                raise ConfigurationError(self._range_message(bad_ids[rank], rank))
-            if verdict == _REFUSED:
-                raise ConfigurationError(
-                    f"{self.name}: rank {rank} refused its input; its own error says why"
-                )
-        asked = _listed(header[:, 0])
-        ids = _exchange(unique, asked, wanted, self.group)
-        return _Route(self.group, asked, wanted, ids - self.rows.start)
+        rows, position, known = self._fetched(lambda: self._known(input))
+        out = functional.embedding(position, rows)
+        if known is not None:
+            out = out.new_zeros(input.numel(), self.embedding_dim).index_copy(0, known, out)
+        return out.reshape(*input.shape, self.embedding_dim)
+
+    def _known(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The ids that have rows, [m], and their places in the input, int64 [m]; None if all have."""
+        self._check_ids(ids)
+        flat = ids.reshape(-1)
+        if self.padding_idx is None:
+            return flat, None
+        (known,) = torch.nonzero(flat != self.padding_idx, as_tuple=True)
+        return flat[known], known
+
+    def extra_repr(self) -> str:
+        """The arguments, and this rank's part of the table."""
+        padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
+        rows = f"rows=[{self.rows.start}, {self.rows.stop})"
+        return f"{self.num_embeddings}, {self.embedding_dim}, {padding}{rows}"
 
 
 class _Route(NamedTuple):
@@ -413,12 +553,12 @@ def _listed(values: Tensor) -> list[Any]:
     return cast("list[Any]", values.tolist())
 
 
-def ranks_of(table: ShardedEmbeddingBag) -> list[int] | None:
+def ranks_of(table: ShardedTable) -> list[int] | None:
     """The ranks that share a table; None for all."""
     return None if table.group is None else dist.get_process_group_ranks(table.group)
 
 
-def facts_of(table: ShardedEmbeddingBag) -> dict[str, int | str]:
+def facts_of(table: ShardedTable) -> dict[str, int | str]:
     """The properties that must be the same on all ranks that share a table, by name."""
     return {
         "num_embeddings": table.num_embeddings,

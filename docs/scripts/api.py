@@ -24,7 +24,12 @@ are in [a page of their own](errors.md).
 PARTS = {
     "Starting": ["ecemb.init_process_group", "ecemb.protect", "ecemb.Code"],
     "Training": ["ecemb.Guard", "ecemb.Step", "ecemb.RecoveryReport", "ecemb.ScrubReport"],
-    "Tables": ["ecemb.nn.ShardedEmbeddingBag", "ecemb.tables", "ecemb.engines.discover.LiveTable"],
+    "Tables": [
+        "ecemb.nn.ShardedEmbeddingBag",
+        "ecemb.nn.ShardedEmbedding",
+        "ecemb.tables",
+        "ecemb.engines.discover.LiveTable",
+    ],
     "Watching": [
         "ecemb.integrations.metrics.TensorBoard",
         "ecemb.integrations.metrics.Prometheus",

@@ -23,7 +23,7 @@ from torch import nn
 
 from ..coding.rows import Table, joined_to
 from ..errors import ConfigurationError, UndeclaredWrite, UsageError
-from ..nn import ALIKE, ShardedEmbeddingBag, differing
+from ..nn import ALIKE, ShardedTable, differing
 from . import torchrec
 from .contract import Engine, EngineTable, Hooks, Ids
 from .device_image import Image, Images
@@ -105,9 +105,7 @@ def find(
         ConfigurationError: a table or its optimizer can't be protected.
     """
     modules: dict[str, nn.Module] = {
-        name or "model": module
-        for name, module in model.named_modules()
-        if isinstance(module, ShardedEmbeddingBag)
+        name or "model": module for name, module in model.named_modules() if isinstance(module, ShardedTable)
     }
     if overlap := sorted(set(modules) & set(given)):
         raise ConfigurationError(f"tables= repeats keys that the model's own tables have: {overlap}")

@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..coding.rows import Column, Table, TableLayout
 from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
-from ..nn import ShardedEmbeddingBag, facts_of, ranks_of
+from ..nn import ShardedEmbedding, ShardedEmbeddingBag, ShardedTable, facts_of, ranks_of
 from ..state.optimizers import drop_options, options
 from .contract import Engine, EngineTable, Hooks, Ids, Move, Tied, Unit
 from .device_image import is_off_arena
@@ -78,13 +78,13 @@ class SparseTable(EngineTable, Unit):
 
     def whole(self, world_size: int) -> tuple[int, int] | None:
         """See `EngineTable.whole`."""
-        if isinstance(self.module, ShardedEmbeddingBag) and self.module.world_size == world_size:
+        if isinstance(self.module, ShardedTable) and self.module.world_size == world_size:
             return self.module.rows.start, self.module.num_embeddings
         return None
 
     def alike(self) -> tuple[list[int] | None, dict[str, Any]] | None:
         """See `EngineTable.alike`."""
-        if not isinstance(self.module, ShardedEmbeddingBag):
+        if not isinstance(self.module, ShardedTable):
             return None
         optimizer = None if self.optimizer is None else type(self.optimizer).__name__
         return ranks_of(self.module), {**facts_of(self.module), "its optimizer": optimizer}
@@ -379,11 +379,11 @@ _STATES: dict[type[Optimizer], tuple[str, ...]] = {
 
 def check_module(name: str, module: nn.Module) -> None:
     """Raises UnsupportedTable unless only a sparse gradient can change the module's rows."""
-    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag, ShardedEmbeddingBag)):
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag, ShardedTable)):
         raise UnsupportedTable(
             f"table {name!r} is a {type(module).__name__}, of which ecemb doesn't know that a lookup changes "
             f"only the rows in a sparse gradient: tables= takes nn.Embedding and nn.EmbeddingBag, with "
-            f"sparse=True, and ecemb.nn.ShardedEmbeddingBag; name the embedding that holds the rows, not "
+            f"sparse=True, and the tables of ecemb.nn; name the embedding that holds the rows, not "
             f"the module around it. Modules that all ranks hold whole are protected without being named"
         )
     weight: object = getattr(module, "weight", None)
@@ -532,7 +532,9 @@ def _move(optimizer: Optimizer, *_: Any) -> None:
         one.move(optimizer)
 
 
-_PLAIN = (nn.Embedding.forward, nn.EmbeddingBag.forward, ShardedEmbeddingBag.forward)
+_PLAIN = tuple(
+    kind.forward for kind in (nn.Embedding, nn.EmbeddingBag, ShardedEmbedding, ShardedEmbeddingBag)
+)
 _ID_TYPES = (torch.int32, torch.int64)
 
 
@@ -588,7 +590,7 @@ def announce(module: nn.Module, index: int, hooks: Hooks, *, lookups: bool) -> l
     def after_route(route: Any, *_: Any) -> None:  # local_ids: the rows of this shard that ranks ask for
         eager(route.local_ids)
 
-    if isinstance(module, ShardedEmbeddingBag):
+    if isinstance(module, ShardedTable):
         handles.append(After(module, "_route", after_route))
     else:
         handles.append(Before(module, "forward", before_lookup))

@@ -40,7 +40,7 @@ from ..coding.code import Code
 from ..engines.discover import modules_of
 from ..errors import ConfigurationError, UsageError
 from ..guard import Guard, Step, protect
-from ..nn import ShardedEmbeddingBag
+from ..nn import ShardedTable
 from ..state import rank_state
 from ..state.rank_state import Stateful, objects_of
 
@@ -239,7 +239,7 @@ class Protection(_Callback):
     def _protected(self, pl_module: Any) -> dict[str, nn.Module]:
         """The tables, by name."""
         found = pl_module.named_modules()
-        return {**{name: one for name, one in found if isinstance(one, ShardedEmbeddingBag)}, **self._tables}
+        return {**{name: one for name, one in found if isinstance(one, ShardedTable)}, **self._tables}
 
     def _objects(self, trainer: Any, progress: _Progress) -> dict[str, Stateful]:
         """The state objects by name: Lightning's place, its schedules by their names or order, the user's."""

@@ -284,9 +284,10 @@ def _check_proposals(proposals: Sequence[_Proposal]) -> None:
     check_hand([one.shards() for one in proposals], [one.by_hand for one in proposals])
     if not any(one.layout["tables"] for one in proposals):
         raise ConfigurationError(
-            "the model has no table to protect on any rank: build it with ecemb.nn.ShardedEmbeddingBag, or "
-            "name tables that you shard by hand in tables={'user': module}. A dense nn.Embedding, as in a "
-            "model that is all in DistributedDataParallel, needs no parity: every rank has a copy of it"
+            "the model has no table to protect on any rank: build it with ecemb.nn.ShardedEmbeddingBag or "
+            "ecemb.nn.ShardedEmbedding, or name tables that you shard by hand in tables={'user': module}. A "
+            "dense nn.Embedding, as in a model that is all in DistributedDataParallel, needs no parity: every "
+            "rank has a copy of it"
         )
 
 

@@ -1,4 +1,4 @@
-"""ShardedEmbeddingBag, in real gloo processes, against torch.nn.EmbeddingBag over the table."""
+"""Sharded tables, in real gloo processes, against torch's modules over the whole table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ecemb import nn as adapter
 from ecemb.errors import ConfigurationError, UsageError
-from ecemb.nn import ShardedEmbeddingBag
+from ecemb.nn import ShardedEmbedding, ShardedEmbeddingBag
 from support.fork_server import fork_server
 
 DIM = 4
@@ -239,6 +239,64 @@ def _agrees(ranks: Ranks, kind: str, rows: int, dtype: torch.dtype, mode: str) -
     shards = torch.cat([shard for _, shard, _ in results])
     tolerance = 16 * torch.finfo(dtype).eps * max(1.0, float(gradient.abs().max()))
     torch.testing.assert_close(shards.double(), gradient, rtol=0, atol=tolerance)
+
+
+def look_up_rows(rows: int, dtype: torch.dtype, padding_idx: int | None) -> list[Tensor]:
+    table = ShardedEmbedding(rows, DIM, dtype=dtype, padding_idx=padding_idx)
+    with torch.no_grad():
+        table.weight.copy_(full_table(rows, dtype)[table.rows.start : table.rows.stop])
+    outs = [table(batch) for batch in batches_of_rows(rows, dist.get_rank())]
+    torch.autograd.backward(outs, [coefficients(out) for out in outs])
+    assert table.weight.grad.is_sparse
+    return [*outs, table.weight.grad.to_dense()]
+
+
+def batches_of_rows(rows: int, rank: int) -> list[Tensor]:
+    """Ids in several shapes; some ranks look nothing up, and all ask for row 0."""
+    random = torch.Generator().manual_seed(100 * rows + rank)
+    shapes = [(7,), (3 + rank, 5), (2, 3, 4), (rank % 2, 2), ()]
+    batches = [torch.randint(rows, shape, generator=random) for shape in shapes]
+    batches[0][:3] = 0
+    return [*batches[:-1], batches[-1].int()]
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_unpooled_lookups_agree_with_torch(
+    ranks: Ranks, rows: int, dtype: torch.dtype, padding_idx: int | None
+) -> None:
+    whole = full_table(rows, dtype)
+    if padding_idx is not None:
+        whole[padding_idx] = 0
+    gradient = torch.zeros(rows, DIM, dtype=torch.float64)
+    results = tensors(ranks(look_up_rows, rows, dtype, padding_idx))
+    for rank, (*outs, _) in enumerate(results):
+        for batch, out in zip(batches_of_rows(rows, rank), outs, strict=True):
+            assert torch.equal(out, whole[batch.long()])
+            gradient.index_add_(0, batch.reshape(-1).long(), coefficients(out).double().reshape(-1, DIM))
+    if padding_idx is not None:
+        gradient[padding_idx] = 0
+    shards = torch.cat([shard for *_, shard in results])
+    tolerance = 16 * torch.finfo(dtype).eps * max(1.0, float(gradient.abs().max()))
+    torch.testing.assert_close(shards.double(), gradient, rtol=0, atol=tolerance)
+
+
+def refused_rows(culprit: int) -> str:
+    table = ShardedEmbedding(10, DIM, name="items", padding_idx=3)
+    try:
+        table([3] if dist.get_rank() == culprit else torch.tensor([1]))
+    except (AttributeError, ConfigurationError) as error:
+        table(torch.tensor([[9]])).sum().backward()
+        return str(error)
+    return "nothing"
+
+
+def test_a_bad_unpooled_input_on_one_rank_raises_on_all(ranks: Ranks) -> None:
+    culprit = len(ranks) - 1
+    *others, own = ranks(refused_rows, culprit)
+    assert "no attribute" in own
+    assert all("items: rank" in message and "refused its input" in message for message in others)
 
 
 def shapes(rows: int) -> list[int]:
@@ -536,11 +594,13 @@ def test_include_last_offset_must_end_with_the_input() -> None:
         ((4, 0), {}, "at least 1"),
         ((4, 4), {"mode": "max"}, '"sum" or "mean"'),
         ((4, 4), {"dtype": torch.int64}, "floating type"),
+        ((4, 4), {"padding_idx": 4}, "padding_idx must be an id of the table, 0 to 3"),
     ],
 )
 def test_bad_arguments(arguments: Any, options: Any, words: str) -> None:
+    build = ShardedEmbedding if "padding_idx" in options else ShardedEmbeddingBag
     with pytest.raises(ConfigurationError, match=words):
-        ShardedEmbeddingBag(*arguments, **options)
+        build(*arguments, **options)
 
 
 def test_a_table_that_was_built_before_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

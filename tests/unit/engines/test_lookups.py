@@ -20,7 +20,7 @@ from ecemb.engines.contract import Hooks, Ids
 from ecemb.engines.discover import Tables, find
 from ecemb.engines.discover import tables as live_tables
 from ecemb.kernels import contract
-from ecemb.nn import ShardedEmbeddingBag
+from ecemb.nn import ShardedEmbedding, ShardedEmbeddingBag, ShardedTable
 from support.arriving_rows import Arriving
 from support.processes import run_ranks
 from support.stepping import Stepping
@@ -31,7 +31,8 @@ BUILDS: dict[str, Build] = {
     "embedding": lambda: nn.Embedding(ROWS, DIM, sparse=True),
     "embedding, padding": lambda: nn.Embedding(ROWS, DIM, sparse=True, padding_idx=2),
     "bag": lambda: nn.EmbeddingBag(ROWS, DIM, sparse=True, mode="sum"),
-    "sharded": lambda: ShardedEmbeddingBag(ROWS, DIM),
+    "sharded": lambda: ShardedEmbedding(ROWS, DIM),
+    "sharded bag": lambda: ShardedEmbeddingBag(ROWS, DIM),
 }
 pytestmark = pytest.mark.usefixtures("checked_sparse_tensors")
 every_build = pytest.mark.parametrize("name", list(BUILDS))
@@ -61,7 +62,7 @@ class Job(Stepping):
             torch.optim.Adagrad(weights, lr=0.5),
             torch.optim.SGD(self.model.over.parameters(), lr=0.5),
         ]
-        given = {} if isinstance(self.model.user, ShardedEmbeddingBag) else modules
+        given = {} if isinstance(self.model.user, ShardedTable) else modules
         self.tables, _ = find(self.model, given, self.optimizers)
         layouts = [table.layout for table in self.tables.tables]
         starts, size = arrange(layouts)

@@ -206,12 +206,14 @@ def test_learning_rate_schedules_are_fine() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("build", [nn.Embedding, nn.EmbeddingBag, ecemb.nn.ShardedEmbeddingBag])
+@pytest.mark.parametrize(
+    "build", [nn.Embedding, nn.EmbeddingBag, ecemb.nn.ShardedEmbedding, ecemb.nn.ShardedEmbeddingBag]
+)
 @every_optimizer
 def test_training_in_place_equals_training_without(
     kind: str, build: Callable[..., nn.Module], device: str, seed: int
 ) -> None:
-    options = {} if build is ecemb.nn.ShardedEmbeddingBag else {"sparse": True}
+    options = {"sparse": True} if build in (nn.Embedding, nn.EmbeddingBag) else {}
     outcomes = []
     for protected in (False, True):
         torch.manual_seed(seed)
