@@ -47,7 +47,7 @@ from .session import Session, current
 from .start.opening import Opened, open_memory
 from .start.request import FailureDomain, ParityBackend, RebuildMode, Request, codes_of
 from .state.data import Batches, bind
-from .state.rank_state import Stateful
+from .state.rank_state import Stateful, kept_generators
 from .step.transaction import COMPARE_EVERY, Sigterm, Step, Transactions
 from .step.window import Window
 
@@ -239,6 +239,29 @@ class Guard:
         """
         self._check_between_steps("batches", "call it once, before the training loop")
         return bind(loader, self._rank_state, self._is_open, order_may_change=order_may_change)
+
+    @contextmanager
+    def evaluation(self) -> Generator[None]:
+        """A block between steps that may draw random numbers, as iterating over a DataLoader does. This rank.
+
+        When it ends, the global generators of torch, numpy and python, and those of CUDA devices, are as
+        before: training draws the same numbers, however often the block runs. In front of a step, with a
+        condition on the step's number, it runs again after a failure that interrupted it:
+
+            for number in range(guard.next_step, steps):
+                if number % 1000 == 0:
+                    with guard.evaluation():
+                        evaluate(model)
+                with guard.step():
+                    ...
+
+        Raises:
+            UsageError: a step is open, or the guard is closed.
+            StepFailed: a step failed.
+        """
+        self._check_between_steps("evaluation", "evaluate in front of the step, or behind it")
+        with kept_generators():
+            yield
 
     @placed
     def scrub(self, fraction: float = 1.0) -> ScrubReport:

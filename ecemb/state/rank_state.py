@@ -23,7 +23,8 @@ import itertools
 import random
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -567,6 +568,18 @@ def set_process_states(states: Mapping[str, Any]) -> None:
     np.random.set_state((kind, key.numpy().view(np.uint32), pos, has_gauss, gauss))
     random.setstate(_to_python(states["python"]))
     torch.set_rng_state(states["torch"])
+
+
+@contextmanager
+def kept_generators() -> Generator[None]:
+    """A block after which torch's, numpy's and python's global generators are as before it."""
+    states, on_devices = process_states(), cuda_states()
+    try:
+        yield
+    finally:
+        set_process_states(states)
+        if on_devices:
+            set_cuda_states(*on_devices)
 
 
 def owned_generators(holders: Sequence[object]) -> list[Any]:

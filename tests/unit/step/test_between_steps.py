@@ -65,6 +65,8 @@ def scheduled(folder: Path, meet: Barrier, overlap: bool) -> dict[str, Any]:
                 step.abort()
             else:
                 committed = now()
+        with guard.evaluation():
+            torch.rand(1), np.random.rand(), random.random()
         assert now() == committed
         for schedule in schedules:
             schedule.step()
