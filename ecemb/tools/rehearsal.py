@@ -290,7 +290,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
         for i, item in enumerate(value):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
             yield from _flat(f"{name}[{i}]", item)
     elif isinstance(value, (torch.Tensor, np.ndarray)):
-        yield name, _digest(torch.as_tensor(value))
+        yield name, _digest(torch.as_tensor(value, device="cpu", dtype=None))
     elif type(value) in (bool, int, float, str, type(None)):
         yield name, repr(value)[:40]
 
