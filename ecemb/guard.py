@@ -10,7 +10,7 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -111,8 +111,7 @@ class Guard:
         """Keys of this rank's protected tables, as `touch` takes them."""
         return [table.name for table in self._tables.tables]
 
-    @contextmanager
-    def step(self) -> Generator[Step]:
+    def step(self) -> Step:
         """One step as a transaction: commits on all ranks when the body ends, or on none. All ranks.
 
         With `window=s`, s steps are one transaction: it commits when the last one's body ends. With
@@ -123,8 +122,8 @@ class Guard:
         needs a restart. Also a decorator, for a function whose calls are steps. StopIteration, before any row
         changes, ends the step as if it had not begun: `next(data)` may end an epoch in the body.
 
-        Yields:
-            The step, with its number.
+        Returns:
+            The step, with its number, whose block is its body: `with guard.step() as step:`.
 
         Raises:
             StepFailed: an earlier step failed, here or on another rank.
@@ -132,16 +131,60 @@ class Guard:
             PeerFailure: a peer died; the step is undone here.
             UsageError: another step is open, or the guard is closed; or, from the step of an optimizer in the
                 body: its gradients are from before the transaction.
+            All of them come from the block, not from this call.
         """
+        return Step(self._run, self._transactions)
+
+    def steps(self, total: int) -> Iterator[Step]:
+        """The steps from `next_step` until `total` steps have ended; the last ones are committed. All ranks.
+
+            for step in guard.steps(total):
+                with step:
+                    ...
+
+        After `step.abort()` in a window of several steps, it gives the steps of the window again, so that
+        `window=` may be any. Choose the batch by `step.number`, or take it from `guard.batches`. A step whose
+        data end, by StopIteration, is given again.
+
+        Args:
+            total: number of steps of the whole training, 0 or more.
+
+        Raises:
+            ConfigurationError: `total` is not such a number.
+            UsageError: the loop's body didn't run the step.
+            Those of `step`, for the steps that are committed at the end.
+        """
+        if type(total) is not int or total < 0:
+            raise ConfigurationError(
+                f"guard.steps() takes the number of steps of the training; it is {total!r}"
+            )
+        return self._steps_until(total)
+
+    def _steps_until(self, total: int) -> Iterator[Step]:
+        while True:
+            if self._transactions.next_step >= total:
+                self._check_between_steps("steps")
+                self._drain()
+                if self._transactions.next_step >= total:  # no step of the last window was aborted
+                    return
+            step = Step(self._run, self._transactions, goes_back=True)
+            yield step
+            if not step.has_begun:
+                raise UsageError(
+                    f"step {self._transactions.next_step} was not run: the body of a loop over guard.steps() "
+                    f"runs each step that it gets, in `with step:`"
+                )
+
+    @contextmanager
+    def _run(self, step: Step) -> Generator[None]:
         self._check_usable()
         if self._is_open():
-            step = f"step {self._transactions.next_step} is still open; leave its with block first"
-            raise UsageError(f"guard.step() inside guard.step(): {step}")
+            number = f"step {self._transactions.next_step} is still open; leave its with block first"
+            raise UsageError(f"guard.step() inside guard.step(): {number}")
         if self._steps == 1 and self._forgotten is not None:
             knows = self._transactions.is_position_read or bool(self._rank_state.positions)
             self._forgotten.name(knows_position=knows)  # what the script has made since
         number = self._transactions.next_step
-        step = Step(number, self._transactions)
         try:
             if self._transactions.is_between:
                 self._optimizers.gradients.begin(number)
@@ -149,17 +192,17 @@ class Guard:
             self._tables.are_touched = False
             self._tables.check()
             try:
-                yield step
+                yield
             except StopIteration:  # the script's data have ended
                 self._tables.check()
-                if not (self._tables.are_touched or self._transactions.aborting):
+                if not self._tables.are_touched and self._transactions.aborts != number:
                     self._transactions.cancel()
                 raise
             self._tables.check()
             aborted = self._transactions.commit()
             self._steps = self._activity.steps = self._steps + 1
             if aborted:
-                self._undone(step, aborted)
+                step.aborted = self._undone(number, aborted)
             self._sigterm.obey()
         except BaseException as error:
             self._fail(number, error)
@@ -495,20 +538,32 @@ class Guard:
             raise UsageError(f"guard.{call}() inside guard.step(): {way_out}")
         self._check_usable()
 
-    def _undone(self, step: Step, ranks: list[int]) -> None:
-        step.aborted, self._aborted = True, self._aborted + 1
-        self._failed = f"the abort of step {step.number} was interrupted"  # cleared below, unless it is
+    def _undone(self, last: int, ranks: list[int]) -> bool:
+        """Ends an abort of a transaction, whose last step is `last`; returns whether this step has ended."""
+        self._failed = f"the abort of step {last} was interrupted"  # cleared below, unless it is
         self._tables.take_back()
         self._failed = None
         level = logging.WARNING if self._session.rank == 0 else logging.DEBUG
-        logger.log(level, "step %d was aborted by ranks %s and is undone on all", step.number, ranks)
+        first = self._transactions.next_step
+        if first > last:
+            self._aborted += 1
+            logger.log(level, "step %d was aborted by ranks %s and is undone on all", last, ranks)
+        else:
+            logger.log(
+                level,
+                "ranks %s aborted a step: steps %d to %d, all since the last commit, are undone to run again",
+                *(ranks, first, last),
+            )
+        return first > last
 
     def _drain(self) -> None:
         """Commits all steps that have ended. All ranks."""
+        last = self._transactions.next_step - 1
         try:
-            self._transactions.drain()
+            if aborted := self._transactions.drain():
+                self._undone(last, aborted)
         except BaseException as error:
-            self._fail(self.next_step - 1, error)
+            self._fail(last, error)
             raise
 
     def _fail(self, number: int, error: BaseException) -> None:

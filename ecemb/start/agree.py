@@ -286,8 +286,8 @@ def _check_proposals(proposals: Sequence[_Proposal]) -> None:
         raise ConfigurationError(
             "the model has no table to protect on any rank: build it with ecemb.nn.ShardedEmbeddingBag or "
             "ecemb.nn.ShardedEmbedding, or name tables that you shard by hand in tables={'user': module}. A "
-            "dense nn.Embedding, as in a model that is all in DistributedDataParallel, needs no parity: every "
-            "rank has a copy of it"
+            "dense nn.Embedding, as in a model that is all in DistributedDataParallel, needs no parity: "
+            "every rank has a copy of it"
         )
 
 

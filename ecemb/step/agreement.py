@@ -40,10 +40,11 @@ MARK = -1
 """Stands in the place of the first size of a message whose sender failed: it sends no deltas."""
 _YES, _NO = 1, 0
 
-_FLAG, _LOWEST, _HIGHEST, _WINDOW, _LEAST_DIGEST, _MOST_DIGEST, _LACKING, _MARKED = range(8)
+_FLAG, _LOWEST, _HIGHEST, _WINDOW, _LEAST_DIGEST, _MOST_DIGEST, _LACKING, _ABORTS, _MARKED = range(9)
 _LARGEST = frozenset((_FLAG, _HIGHEST, _MOST_DIGEST, _LACKING))  # the fold takes the maximum of these words
 _RANK_BITS = 20  # low bits of _LOWEST and _HIGHEST: a rank; above them the transaction that it ends
 _MASK_BITS = 63  # ranks in each word from _MARKED on
+_NO_STEP = (1 << 63) - 1  # in the place of the first step that is aborted
 
 
 @dataclasses.dataclass
@@ -75,13 +76,15 @@ class Verdict:
 
     Attributes:
         decision: state of the exchange and of the vote that follow.
-        aborted: the ranks that abort the step.
+        aborted: the ranks that abort a step of the transaction.
+        aborts: the first step that they abort, by the transaction that would end with it; 0 if there is none.
         window: the smallest number of steps that a rank can take in its next window.
         is_lacking: whether a rank still lacks rows or parity (docs/protocol.md, 9).
     """
 
     decision: Decision
     aborted: list[int]
+    aborts: int
     window: int
     is_lacking: bool
 
@@ -121,6 +124,7 @@ class Agreement:
         digest: int,
         committed: int,
         differs: Callable[[], str],
+        aborts: int | None = None,
         is_lacking: bool = False,
     ) -> Verdict:
         """Sends this rank's status of the transaction, and returns the verdict of all ranks. All ranks.
@@ -132,6 +136,8 @@ class Agreement:
             digest: Digest of the replicated state; 0 if it is not compared in this transaction.
             committed: The last transaction that this rank committed.
             differs: Names the tensors of replicated state that differ. Collective; called if digests differ.
+            aborts: The first step that this rank aborts, by the transaction that would end with it; None for
+                the last one, or none.
             is_lacking: Whether this rank lacks rows or parity.
 
         Raises:
@@ -146,7 +152,8 @@ class Agreement:
         decision = Decision(vote_tag, votes)
         self._is_between = True
         try:
-            value = self._status(transaction, flag, window, digest, is_lacking=is_lacking)
+            first = transaction if aborts is None else aborts
+            value = self._status(transaction, flag, window, digest, aborts=first, is_lacking=is_lacking)
             status.run(value, f"the status of step {step}")
         finally:
             if status.is_over and int(status.value[_FLAG]) != FAILED:
@@ -174,11 +181,16 @@ class Agreement:
             say(self._transport, self._transport.tag(Kind.STATUS, self._number), failed)
 
     @contextmanager
-    def gathering(self, decision: Decision) -> Generator[None]:
-        """Block in which ranks gather slices, before deltas: a rank that fails in it exchanges no deltas."""
+    def gathering(self, decision: Decision, *, is_void: bool = False) -> Generator[None]:
+        """Block in which ranks gather slices, before deltas: a rank that fails in it exchanges no deltas.
+
+        Args:
+            decision: The verdict's decision.
+            is_void: Whether no deltas and no vote follow.
+        """
         decision.swapped = True
         yield
-        decision.swapped = False
+        decision.swapped = decision.voted = is_void
 
     def exchange(self, decision: Decision, messages: Mapping[int, Words], what: str) -> None:
         """Sends deltas to the keepers of this rank's parity, and receives the deltas of parity kept here.
@@ -290,7 +302,14 @@ class Agreement:
         self._finish(decision, swap, {}, sizes if self._transport.fabric is None else {}, what)
 
     def _status(
-        self, transaction: int, flag: int, window: int, digest: int, *, is_lacking: bool = False
+        self,
+        transaction: int,
+        flag: int,
+        window: int,
+        digest: int,
+        *,
+        aborts: int = 0,
+        is_lacking: bool = False,
     ) -> Ints:
         rank, size = self._transport.rank, self._transport.world_size
         masks = [0] * -(-size // _MASK_BITS)
@@ -298,7 +317,8 @@ class Agreement:
             masks[rank // _MASK_BITS] = 1 << rank % _MASK_BITS
         place = transaction << _RANK_BITS | rank
         # In the order of _FLAG to _MARKED.
-        return np.array([flag, place, place, window, digest, digest, is_lacking, *masks], np.int64)
+        first = aborts if flag == ABORTED else _NO_STEP
+        return np.array([flag, place, place, window, digest, digest, is_lacking, first, *masks], np.int64)
 
     def _verdict(
         self, value: Ints, decision: Decision, step: int, committed: int, differs: Callable[[], str]
@@ -331,7 +351,8 @@ class Agreement:
                 f"gradients over the ranks (e.g. DistributedDataParallel), and buffers such as a batch "
                 f"norm's (SyncBatchNorm, or all_reduce them), so that all ranks hold the same values"
             )
-        return Verdict(decision, marked, values[_WINDOW], bool(values[_LACKING]))
+        aborts = values[_ABORTS] if marked else 0
+        return Verdict(decision, marked, aborts, values[_WINDOW], bool(values[_LACKING]))
 
 
 def _is_out_of_step(values: Sequence[int]) -> bool:

@@ -44,9 +44,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ContextDecorator
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,7 +102,7 @@ class Transactions:
         rank: Rank of this process.
         window: Steps of a transaction.
         in_flight: The transaction whose step is open; None between steps.
-        aborting: Whether this rank aborts the open step.
+        aborts: The first step of the open transaction that this rank aborts; None if there is none.
         is_position_read: Whether the script has asked for the number of a step.
         seconds: phase -> wall time so far, in seconds.
     """
@@ -130,7 +130,8 @@ class Transactions:
         self.window: Window = window or Window(1)
         self._activity = activity or Activity()
         self.in_flight: int | None = None
-        self.aborting: bool = False
+        self.aborts: int | None = None
+        self._alone: int | None = None  # the step that is a transaction of its own, as it was aborted before
         self.is_position_read: bool = False
         self._steps = 0  # steps of the open transaction that have ended
         self._background = background or Background()
@@ -148,6 +149,14 @@ class Transactions:
     def next_step(self) -> int:
         """The number of the step that begins next, which is the number of steps that have ended."""
         return (self._memory.committed if self._pending is None else self._handed) + self._steps
+
+    @property
+    def _size(self) -> int:
+        """Number of steps of the open window, or of the next one."""
+        first = self.next_step - self._steps
+        if self._alone is None or self._alone < first:
+            return self.window.size
+        return min(self.window.size, max(1, self._alone - first))
 
     @property
     def captured_rows(self) -> int:
@@ -179,7 +188,7 @@ class Transactions:
         if self._steps > 0:
             self._memory.journal.extend(transaction)
         else:
-            self._memory.arm(transaction, self.window.size)
+            self._memory.arm(transaction, self._size)
             with self.phase("compare"):
                 moved = {**self._replicated.moved(), **self._rank_state.moved()}
                 self._between.check(transaction - 1, moved)
@@ -198,19 +207,26 @@ class Transactions:
         with self.phase("capture"):
             self._captured_rows += self._memory.journal.capture(table, ids)
 
-    def abort(self) -> None:
-        """Votes against the step in flight: `commit` then undoes it on all ranks and commits it empty.
+    def abort(self, *, goes_back: bool = False) -> None:
+        """Votes against the step in flight: the end of its transaction then undoes that on all ranks.
+
+        A transaction of one step commits empty. After one of several, `next_step` is its first step again.
+
+        Args:
+            goes_back: Whether the script runs the steps again.
 
         Raises:
-            UsageError: No step is open, or steps are committed together.
+            UsageError: No step is open, or steps are committed together and the script doesn't go back.
         """
-        transaction, window = self._open(), self.window.asked[0]
-        if window != 1:
+        step, window = self._open() - 1, self.window.asked[0]
+        if window != 1 and not goes_back:
             raise UsageError(
-                f"step {transaction - 1} can't be aborted with window={window!r}: an abort undoes all steps "
-                f"since the last commit, also the good ones before this. Call ecemb.protect(..., window=1)"
+                f"step {step} can't be aborted in this loop with window={window!r}: an abort undoes all "
+                f"steps since the last commit, and the good ones before this one have to run again. Loop "
+                f"over guard.steps(), or call ecemb.protect(..., window=1)"
             )
-        self.aborting = True
+        if self.aborts is None:
+            self.aborts = step
 
     def cancel(self) -> None:
         """Ends the step in flight as if it had not begun: it has captured no row. This rank alone."""
@@ -230,7 +246,8 @@ class Transactions:
         `drain`, waits for the thread, and raises its errors.
 
         Returns:
-            The ranks that aborted the step, usually none. If there are any, the step is undone on all ranks.
+            The ranks that aborted a step, usually none. If there are any, the transaction is undone on all
+            ranks.
 
         Raises:
             StepFailed: Another rank's step failed, or the ranks are not in the same step.
@@ -240,7 +257,7 @@ class Transactions:
         """
         transaction, began = self._open(), time.perf_counter()
         self._activity.place = f"at the end of step {transaction - 1}"
-        whole = self._steps + 1 >= self.window.size
+        whole = self._steps + 1 >= self._size
         if whole or self._pending is None or self._pending.done():
             self.settle()
         aborted: list[int] = []
@@ -249,22 +266,27 @@ class Transactions:
         else:
             self._steps += 1
         self.in_flight = None
-        self._activity.place = f"before step {transaction}"
+        self._activity.place = f"before step {self.next_step}"
         return aborted
 
-    def drain(self) -> None:
+    def drain(self) -> list[int]:
         """Commits the steps of an open window and waits for a pending commit. All ranks, between steps.
+
+        Returns:
+            The result of `commit`.
 
         Raises:
             The errors of `commit`.
         """
+        aborted: list[int] = []
         if self._steps or self._pending is not None:
             self.in_flight, began = self.next_step, time.perf_counter()
             self.settle()
             if self._steps:
-                self._end_window(self.in_flight, began)
+                aborted = self._end_window(self.in_flight, began)
                 self.settle()
             self.in_flight = None
+        return aborted
 
     @property
     def is_between(self) -> bool:
@@ -292,19 +314,25 @@ class Transactions:
         """Ends a transaction: agrees on its status, then decides it here or in the commit thread. All ranks.
 
         Returns:
-            The ranks that aborted it; if there are any, it is undone, and commits without changed rows.
+            The ranks that aborted a step; if there are any, the transaction is undone. It commits without
+            changed rows if it is this step alone.
         """
         self._off_arena.take(self._memory.journal)
-        if not self.aborting:
+        if self.aborts is None:
             self._write(transaction)
         verdict = self._conclude(transaction)
+        goes_back = bool(verdict.aborted) and transaction - self._memory.committed > 1
         if verdict.aborted:
-            self._undo_all(verdict.decision)
+            self._undo_all(verdict.decision, goes_back=goes_back)
+        if verdict.aborted and not goes_back:
             self._write(transaction)
         self._steps = 0
         self.window.agree(verdict.window)
         if not verdict.is_lacking:
             self._background.end()
+        if goes_back:
+            self._alone = verdict.aborts - 1
+            return verdict.aborted
         changed = self._off_arena.hand_over(self._memory.journal)
         if self._thread is None or not self._background.is_over:
             self._decide(transaction, verdict.decision, changed)
@@ -327,7 +355,7 @@ class Transactions:
 
     def _conclude(self, transaction: int) -> Verdict:
         """Agrees with all ranks on how the transaction ended."""
-        flag, digest = ABORTED if self.aborting else FINE, 0
+        flag, digest = FINE if self.aborts is None else ABORTED, 0
         if flag == FINE and self._commits % self._compare_every == 0:
             digest = self._replicated.digest()
         with self.phase("status"):
@@ -338,6 +366,7 @@ class Transactions:
                 digest=digest,
                 committed=self._memory.committed,
                 differs=lambda: agreement.compare_replicas(self._replicated.whole(), self._transport),
+                aborts=None if self.aborts is None else self.aborts + 1,
                 is_lacking=self._background.is_lacking,
             )
 
@@ -434,18 +463,27 @@ class Transactions:
                 self._rank_state.unpack(read(self._memory.rank_state))
         finally:
             self.in_flight, self._steps = None, 0
-            self.aborting = False
+            self.aborts = None
             self._background.resume()
 
-    def _undo_all(self, decision: Decision) -> None:
-        """Restores the state of the last commit after an abort, except positions in the data. All ranks."""
-        with self._agreement.gathering(decision):
+    def _undo_all(self, decision: Decision, *, goes_back: bool) -> None:
+        """Restores the state of the last commit after an abort. All ranks.
+
+        Args:
+            decision: The verdict's decision.
+            goes_back: Whether the steps run again. Otherwise positions in the data stay, and the transaction
+                goes on.
+        """
+        with self._agreement.gathering(decision, is_void=goes_back):
             dense = gathered(self._memory, self._transport)
         self._off_arena.drop()
-        self._memory.journal.empty()
+        if goes_back:
+            self._memory.undo(self._memory.committed)
+        else:
+            self._memory.journal.empty()
         self._replicated.load(dense, self._memory.committed)
-        self._rank_state.unpack(read(self._memory.rank_state), positions=False)
-        self.aborting = False
+        self._rank_state.unpack(read(self._memory.rank_state), positions=goes_back)
+        self.aborts = None
 
     @property
     def _is_undecided(self) -> bool:
@@ -462,23 +500,54 @@ class Transactions:
         return Phase(name, self.seconds)
 
 
-class Step:
-    """One step of training, as `guard.step()` returns it.
+class Step(ContextDecorator):
+    """One step of training, as `guard.step()` and `guard.steps()` give it: `with step:`, once.
 
     Attributes:
-        aborted: Whether any rank aborted the step; the same on all ranks once the step has ended.
+        aborted: Whether any rank aborted the step, which is undone and counts; the same on all ranks once the
+            step has ended.
     """
 
-    def __init__(self, number: int, transactions: Transactions) -> None:
-        self._number = number
+    def __init__(
+        self,
+        run: Callable[[Step], AbstractContextManager[None]],
+        transactions: Transactions,
+        *,
+        goes_back: bool = False,
+    ) -> None:
+        self._run, self._transactions, self._goes_back = run, transactions, goes_back
+        self._number = transactions.next_step
+        self._body: AbstractContextManager[None] | None = None
         self.aborted = False
-        self._transactions = transactions
 
     @property
     def number(self) -> int:
         """The step's number from 0, the same on all ranks; use it to choose the batch."""
         self._transactions.is_position_read = True
         return self._number
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its block was entered."""
+        return self._body is not None
+
+    def __enter__(self) -> Step:
+        """Begins the step: see `Guard.step`."""
+        if self._body is not None:
+            raise UsageError(f"step {self._number} was run: call guard.step() again for the next one")
+        self._number = self._transactions.next_step
+        body = self._run(self)
+        body.__enter__()
+        self._body = body
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        """Ends the step: see `Guard.step`."""
+        return None if self._body is None else self._body.__exit__(*error)
+
+    def _recreate_cm(self) -> Step:
+        """As a decorator: a step for each call."""
+        return Step(self._run, self._transactions)
 
     def abort(self, reason: str = "") -> None:
         """Votes against this step, e.g. for a loss that is NaN; one rank's vote is enough. This rank.
@@ -488,17 +557,22 @@ class Step:
         Positions of `guard.batches` and the step's number still advance. The body runs to its end after this
         call, because other ranks may wait in its collectives.
 
+        With a window of several steps, all of them are undone when it ends, with positions in the data, and
+        `guard.steps()` gives them again. This step is then a transaction of its own: if it is aborted again,
+        it is undone alone, as above.
+
         Args:
             reason: Text for the log.
 
         Raises:
-            UsageError: the step has ended; or `window=` of `ecemb.protect` is not 1, so that good steps would
-                be undone with this one.
+            UsageError: the step has ended; or `window=` of `ecemb.protect` is not 1, and the loop is not over
+                `guard.steps()`, which can go back.
         """
         if self._transactions.in_flight != self._number + 1:
             raise UsageError(f"step {self._number} has ended: call step.abort() inside `with guard.step():`")
-        level = logging.DEBUG if self._transactions.aborting else logging.WARNING  # not for each micro-batch
-        self._transactions.abort()
+        is_known = self._transactions.aborts == self._number  # not for each micro-batch
+        level = logging.DEBUG if is_known else logging.WARNING
+        self._transactions.abort(goes_back=self._goes_back)
         why = f": {short(reason)}" if reason else ""
         logger.log(level, "rank %d aborts step %d%s", self._transactions.rank, self._number, why)
 

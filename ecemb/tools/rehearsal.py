@@ -73,7 +73,7 @@ class _Rank:
             (package, "init_process_group", join),
             (guards, "protect", protect),
             (package, "protect", protect),
-            (guards.Guard, "step", self._stepping(guards.Guard.step)),
+            (guards.Guard, "_run", self._stepping(vars(guards.Guard)["_run"])),
             (guards.Guard, "save", lambda *_, **__: None),
             (torch.autograd, "backward", self._backward(torch.autograd.backward)),
         ):
@@ -109,14 +109,14 @@ class _Rank:
 
         return rehearsed
 
-    def _stepping(self, step: Callable[[guards.Guard], Any]) -> Callable[[guards.Guard], Any]:
+    def _stepping(self, run: Callable[[guards.Guard, Any], Any]) -> Callable[[guards.Guard, Any], Any]:
         @contextlib.contextmanager
-        def rehearsed(guard: guards.Guard) -> Generator[Any]:
+        def rehearsed(guard: guards.Guard, step: Any) -> Generator[None]:
             script, number = inspect.currentframe(), guard.stats()["next_step"]
-            with step(guard) as one:
+            with run(guard, step):
                 self._record(number, BEGIN, script)
                 self._die_at(number, BEGIN)
-                yield one
+                yield
                 self._die_at(number, END)
             self._record(number, END, script)
             if number + 1 >= self._run.steps:

@@ -124,6 +124,7 @@ class Rank(NamedTuple):
     log: tuple[tuple[tuple[str, int, int], Any], ...] = ()
     dense: int = 0
     window: int = 0
+    alone: int = 0  # the step that is a transaction of its own, as it was aborted in a longer one
     began: tuple[int, int] = (0, 0)
     read: tuple[tuple[Any, int], ...] = ()  # messages taken by source, if they don't say what they are
     quiet: bool = False

@@ -5,8 +5,9 @@ what it has folded so far to rank i + 2^j, and waits for what rank i - 2^j sends
 (`Rank.log`), under what it is (status, deltas, vote), the count of statuses before it in this life, and the
 round. A crash between two sends is a receiver that doesn't move again.
 
-A window says nothing before its end. Only windows of one step are aborted: the ranks gather dense state of
-the last commit from all slots, and undo their rows.
+A window says nothing before its end. After a vote to abort the ranks gather dense state of the last commit
+from all slots, and undo their rows. A transaction of one step then commits empty. One of several steps is
+void, and they are trained again, the first aborted one as a transaction of its own.
 
 With overlap, what follows the status runs in a thread of its own beside the next body: the same program, with
 a place, a transaction and a wave of its own. A crash stops both threads, each wherever it is.
@@ -17,6 +18,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from ecemb.memory.header import NONE
 
 from .rank import READY, TORN, Broken, Life, Move, Rank, Thread, Wave, change
 from .step import Step
@@ -46,6 +49,8 @@ BODY = (
 """Where a thread is before the first round of the next status."""
 ABORTING = ("abort_undo", "abort_undo_end", "empty", "empty_slot", "empty_end")
 """What an aborted step takes after the gather."""
+GOING_BACK = ("abort_undo", "abort_undo_end", "back")
+"""What aborted steps take after the gather, if there are several."""
 AFTER_FINE = ("sizes", "receive", "late_slot", "late_slot_end", "prepare")
 RECEIVES = {True: "receives", False: "receives_alone"}
 """Where a rank that has failed after the verdict takes deltas for nothing: beside another thread or not."""
@@ -135,7 +140,7 @@ class Rounds(Step):
     def _fails_everywhere(self, me: Rank) -> Rank:
         """Says FAILED of the next status, to the out-neighbours of all rounds at once."""
         turns = range(self.rounds if self.rules.failed_to_all_rounds else 1)
-        return self._say(me, STATUS, me.number, turns, (FAILED, 0, 0, 0))
+        return self._say(me, STATUS, me.number, turns, (FAILED, 0, 0, 0, 0))
 
     def do_extend(self, me: Rank, i: int, life: Life) -> list[Move]:
         """The next step of the window begins; or the journal has no room for it."""
@@ -159,9 +164,15 @@ class Rounds(Step):
             found = [Move("has settled", 0, None, me._replace(pc="slot"))]
         else:
             found = self._begins_status(me, FINE, "has settled, says FINE")
-        if self.config.aborts and self.config.window == 1:
-            found += self._begins_status(me, ABORTED, "has settled, votes to abort", "abort")
+        if self.config.aborts:
+            for step in range(self._first(me), me.t + 1):
+                text = f"has settled, votes to abort step {step}"
+                found += self._begins_status(me, ABORTED, text, "abort", step)
         return found
+
+    def _first(self, me: Rank) -> int:
+        """The first step of the transaction that ends."""
+        return me.t if self.config.window == 1 else me.journals[me.armed].first
 
     @property
     def _own_slot(self) -> bool:
@@ -177,9 +188,9 @@ class Rounds(Step):
         new = self._slotted(me, (me.t, me.dense))
         return self._begins_status(new, FINE, f"slot label := {me.t}, says FINE")
 
-    def _begins_status(self, me: Rank, flag: int, text: str, event: str = "") -> list[Move]:
+    def _begins_status(self, me: Rank, flag: int, text: str, event: str = "", aborts: int = 0) -> list[Move]:
         room = self._room(me)
-        new = self._first_round(me, flag, room)
+        new = self._first_round(me, flag, room, aborts)
         found = [Move(text, 0, None, new, event)]
         if self.config.choices and not event:
             small = self._first_round(me, flag, 1)
@@ -189,8 +200,8 @@ class Rounds(Step):
     def _room(self, me: Rank) -> int:
         return min(one for one in (me.room, self.config.window) if one)
 
-    def _first_round(self, me: Rank, flag: int, room: int) -> Rank:
-        fold = (flag, room, me.t, me.t)
+    def _first_round(self, me: Rank, flag: int, room: int, aborts: int = 0) -> Rank:
+        fold = (flag, room, me.t, me.t, aborts or me.t + 1)
         new = me._replace(pc="status", wave=Wave(me.number, 0, fold))
         if not self.rules.window_in_fold:
             new = new._replace(said=((FINE, room),))
@@ -217,6 +228,7 @@ class Rounds(Step):
                 min(one[1], told[1]),
                 min(one[2], told[2]),
                 max(one[3], told[3]),
+                min(one[4], told[4]) if self.rules.first_abort_in_fold else one[4],
             )
             if not later:
                 return self._verdict(heard, fold)
@@ -225,9 +237,9 @@ class Rounds(Step):
 
         return [Move(f"has round {wave.round} of the status", 0, None, new)]
 
-    def _verdict(self, me: Rank, fold: tuple[int, int, int, int]) -> Rank:
+    def _verdict(self, me: Rank, fold: tuple[int, int, int, int, int]) -> Rank:
         """This rank has the status of all."""
-        flag, room, lowest, highest = fold
+        flag, room, lowest, highest, aborts = fold
         if lowest != highest:
             raise Broken(f"out of step: some ranks end a window with step {lowest}, some with {highest}")
         number = me.number
@@ -240,6 +252,8 @@ class Rounds(Step):
         me = me._replace(window=room if self.rules.window_in_fold else me.said[0][1])
         if flag == FINE:
             return self._decides(me, wave)
+        if self._goes_back(me):
+            return me._replace(pc="slices", wave=wave, alone=aborts)
         if self.rules.undo_before_prepared:
             return me._replace(pc="slices", wave=wave)
         delta = me.began[0] ^ change(me.t, 2) ^ me.old
@@ -299,6 +313,10 @@ class Rounds(Step):
 
     # --- an aborted step ---
 
+    def _goes_back(self, me: Rank) -> bool:
+        """Whether aborted steps are trained again."""
+        return self._first(me) < me.t
+
     def do_slices(self, me: Rank, i: int, life: Life) -> list[Move]:
         assert me.wave is not None
         slot = self._whole_slot(me, me.committed)
@@ -326,8 +344,14 @@ class Rounds(Step):
         return [Move("undoes half of the step", 0, None, me._replace(rows=torn, pc="abort_undo_end"))]
 
     def do_abort_undo_end(self, me: Rank, i: int, life: Life) -> list[Move]:
-        new = me._replace(rows=me.journals[me.armed].over(me.rows), pc="empty")
+        pc = "back" if self._goes_back(me) else "empty"
+        new = me._replace(rows=me.journals[me.armed].over(me.rows), pc=pc)
         return [Move("undoes the step", 0, None, new)]
+
+    def do_back(self, me: Rank, i: int, life: Life) -> list[Move]:
+        new = me.journalled(me.armed, label=NONE)
+        new = new._replace(pc="arm", t=me.committed + 1, said=(), old=TORN, wave=None)
+        return [Move(f"journal label := none, begins again with step {new.t}", 0, None, new)]
 
     def do_empty(self, me: Rank, i: int, life: Life) -> list[Move]:
         bits = change(me.t, 2)
@@ -465,7 +489,9 @@ class Rounds(Step):
             return []
         if me.pc == "slices":
             return [Move("fails before the gather, says so", 0, None, self._fails_to_gather(me), "fail")]
-        if me.pc in ABORTING:
+        if me.pc in GOING_BACK and self._goes_back(me) and self.rules.failed_after_going_back:
+            return [Move("fails after the gather, says FAILED", 0, None, self._failing(me), "fail")]
+        if me.pc in (*ABORTING, *GOING_BACK):
             me = self._fails_after_fine(me, beside=False)
             return [Move("fails after the status, says NO", 0, None, me, "fail")]
         if me.pc in BODY:
@@ -493,7 +519,7 @@ class Rounds(Step):
         assert wave is not None
         if not self.rules.failed_before_first_round:
             rest = range(wave.round + 1, self.rounds)
-            said = self._say(me, STATUS, wave.number, rest, (FAILED, 0, 0, 0))
+            said = self._say(me, STATUS, wave.number, rest, (FAILED, 0, 0, 0, 0))
             return said._replace(pc="failed", wave=None)
         if not self.rules.rounds_finished_first:
             return self._fails_after_fine(me, beside=False)

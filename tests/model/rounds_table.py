@@ -33,6 +33,8 @@ ROUNDS_QUICK = (
     _two(steps=3, window=2, crashes=2, losses=1, overlap=True, saves=(1,)),
     _two(steps=2, crashes=1, losses=1, aborts=2, fails=1),
     _three(steps=2, aborts=2, fails=1, overlap=True),
+    _two(steps=3, window=3, aborts=2, fails=1),
+    _two(steps=2, window=2, crashes=1, losses=1, aborts=1, fails=1),
     _four(steps=2, fails=2, overlap=True),
     _job(5, 2, 1, steps=2, fails=1, overlap=True),
 )
@@ -48,6 +50,10 @@ ROUNDS_FULL = (
     _two(steps=3, crashes=1, losses=1, aborts=2, fails=1, overlap=True),
     _three(steps=2, crashes=1, losses=1, aborts=2),
     _three(steps=2, aborts=2, fails=2, overlap=True),
+    # and in windows, whose steps run again
+    _two(steps=3, window=3, crashes=1, losses=1, aborts=2, fails=1, overlap=True),
+    _three(steps=3, window=3, crashes=1, losses=1, aborts=1),
+    _three(steps=3, window=2, crashes=1, aborts=1, overlap=True),
     # losses
     _three(steps=2, crashes=1, losses=1, fails=1, overlap=True),
     _job(4, 4, 2, crashes=1, losses=2),
@@ -208,6 +214,23 @@ ROUNDS = (
         "The others wait for its slices forever.",
         "deadlock",
         _two(aborts=1, fails=1),
+    ),
+    Entry(
+        "first_abort_in_fold",
+        "The status says which is the first aborted step of the transaction, and this one is a transaction "
+        "of its own when the steps run again.",
+        "Two ranks abort different steps of a window. One ends its next transaction before the first of "
+        "them, the other before the second.",
+        "out of step",
+        _two(steps=3, window=3, aborts=2),
+    ),
+    Entry(
+        "failed_after_going_back",
+        "A rank that fails while it undoes several aborted steps says FAILED of the next status: nobody "
+        "exchanges deltas of these steps, or votes.",
+        "It waits forever for the deltas of others.",
+        "deadlock",
+        _two(steps=2, window=2, aborts=1, fails=1),
     ),
     # windows
     Entry(

@@ -83,6 +83,8 @@ class Rules:
     undo_before_prepared: bool = True
     abort_gathers: bool = True
     failure_for_slices: bool = True
+    first_abort_in_fold: bool = True
+    failed_after_going_back: bool = True
     no_ends_undecided: bool = True
     count_not_label: bool = True
     kind_in_messages: bool = True
@@ -131,6 +133,7 @@ HEARD = (
     "owed_rounds_first",
     "mark_for_sizes",
     "failed_receives",
+    "failed_after_going_back",
     "no_to_all_rounds",
     "no_sent_on",
     "count_not_label",
@@ -159,7 +162,7 @@ class Config:
         crashes: how often the job's processes die, any of them at any moment each time.
         losses: ranks whose memory goes, in all.
         cuts: hosts that are cut off in all; each may come back at any later start, with what it had.
-        aborts: votes to abort, in all, in windows of one step.
+        aborts: votes to abort, in all.
         relaunches: how often the job is launched again, with a new store.
         overlap: whether a step is decided beside the next one's body.
         apart: whether rows change apart from the arena, and come there beside the next one's body.

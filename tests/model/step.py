@@ -87,6 +87,8 @@ class Step(Start):
 
     def _is_whole(self, me: Rank) -> bool:
         """Whether the window ends with this step."""
+        if me.alone in (me.t, me.t + 1) and me.journals[me.armed].first <= me.alone:
+            return True
         steps = me.t - me.journals[me.armed].first + 1
         return steps >= me.window or me.t == self.config.steps or me.t in self.config.saves
 

@@ -175,6 +175,14 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
         with pytest.raises(StopIteration), guard.step() as step:
             next(iter(()))  # the script's data have ended: as if the step had not begun
         assert (step.number, guard.next_step) == (1, 1)
+    for total in (-1, 2.0):
+        with refused(ConfigurationError, "guard.steps()", "number of steps", repr(total)):
+            guard.steps(total)
+    with refused(UsageError, "step 1 was not run", "`with step:`"):
+        list(guard.steps(2))
+    assert not list(guard.steps(1))
+    with refused(UsageError, "step 1 was run", "guard.step()"):
+        step.__enter__()
     assert (training.weights[0][8] == 4.0).all()
 
     stats = guard.stats()
@@ -289,15 +297,54 @@ def go_on_without_rank_0s_memory(folder: Path, meet: Barrier, before: dict[int, 
     assert torch.isfinite(training.model.head.weight).all()
 
 
+def go_back(folder: Path, meet: Barrier, window: int, overlap: bool) -> tuple[list[int], Any, int]:
+    """Steps are aborted in the middle of a window, and in the last one, which is not full."""
+    initialise(folder)
+    training = bags()
+    guard = training.protect(2, 1, window=window, overlap=overlap)
+    ended: list[int] = []
+    data_end = True
+    for step in guard.steps(8):
+        try:
+            with step:
+                if step.number == 2 and data_end:
+                    data_end = False
+                    next(iter(()))
+                training.body()
+                if (step.number, dist.get_rank()) in ((4, 1), (3, 0), (7, 1)):
+                    step.abort("the loss is NaN")
+            if step.aborted:
+                ended.append(step.number)
+        except StopIteration:
+            assert step.number == guard.next_step == 2
+    assert guard.next_step == guard.stats()["next_step"] == 8
+    assert parity_fits(guard)
+    found = ended, training.snapshot(), guard.stats()["aborted_steps"]
+    guard.close()
+    return found
+
+
+def test_a_loop_over_steps_goes_back(tmp_path: Path) -> None:
+    """Behind an aborted step: to the same bits as if each step were a transaction."""
+    found: list[Any] = []
+    for window, overlap in ((1, False), (3, True)):
+        folder = tmp_path / str(window)
+        folder.mkdir()
+        found.append(launch(2, go_back, folder, window, overlap))
+    assert found[0] == found[1]
+    assert [(ended, count) for ended, _, count in found[1]] == [([3, 4, 7], 3)] * 2
+
+
 def test_an_abort_that_is_interrupted_ends_the_guard() -> None:
     """Tables on a device are put back after the commit; what fails there may not go on with them."""
     tables = mock.Mock(**{"take_back.side_effect": [KeyboardInterrupt, None]})
     guard = mock.Mock(_tables=tables, _aborted=0, _failed=None, _session=mock.Mock(rank=1))
+    guard._transactions.next_step = 9
     with pytest.raises(KeyboardInterrupt):
-        ecemb.Guard._undone(guard, mock.Mock(number=7), [0])
+        ecemb.Guard._undone(guard, 7, [0])
     assert guard._failed == "the abort of step 7 was interrupted"
-    ecemb.Guard._undone(guard, mock.Mock(number=8), [0])
-    assert guard._failed is None and guard._aborted == 2
+    assert ecemb.Guard._undone(guard, 8, [0])
+    assert guard._failed is None and guard._aborted == 1
 
 
 def test_a_device_that_fails_does_not_hide_why_the_step_failed(caplog: pytest.LogCaptureFixture) -> None:

@@ -478,7 +478,7 @@ class Rank:
             if body is not None:
                 body(self, step)
             if (step, self.memory.rank) in self.job.aborts:
-                self.transactions.abort()
+                self.transactions.abort(goes_back=True)
             self.transactions.commit()
 
     def drain(self) -> None:
@@ -667,9 +667,12 @@ class Machines:
                 self._discard(rank, kept)
                 one.wires.barrier("the start of training")
                 ranks[rank] = one
-                while one.transactions.next_step < until:
-                    one.step(body)
-                one.drain()
+                while True:
+                    while one.transactions.next_step < until:
+                        one.step(body)
+                    one.drain()
+                    if one.transactions.next_step >= until:  # else a step of the last window was aborted
+                        break
             except Killed as error:
                 failures[rank] = error
             except BaseException as error:  # noqa: BLE001 - the test looks at it
