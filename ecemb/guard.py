@@ -241,7 +241,14 @@ class Guard:
         """
         self._tables.touch(table, rows)
 
-    def batches(self, loader: Any, *, order_may_change: bool = False) -> Batches:
+    def batches(
+        self,
+        loader: Any,
+        *,
+        limit: int | None = None,
+        replay: bool = False,
+        order_may_change: bool = False,
+    ) -> Batches:
         """Batches of a loader, epoch after epoch, whose position is committed with each step.
 
         Call `next(batches)` inside the step any number of times; the iterator never ends. After a restart it
@@ -268,6 +275,9 @@ class Guard:
 
         Args:
             loader: the loader.
+            limit: most batches of an epoch; None for all of the loader's.
+            replay: read the epoch's earlier samples again at a restart, for a dataset whose samples follow
+                from more than their index, and which begins each epoch anew.
             order_may_change: go on, with a warning, if a restart finds another order of the samples; some
                 samples of that epoch are then repeated, and others skipped.
 
@@ -281,7 +291,14 @@ class Guard:
             StepFailed: a step failed.
         """
         self._check_between_steps("batches", "call it once, before the training loop")
-        return bind(loader, self._rank_state, self._is_open, order_may_change=order_may_change)
+        return bind(
+            loader,
+            self._rank_state,
+            self._is_open,
+            limit=limit,
+            replay=replay,
+            order_may_change=order_may_change,
+        )
 
     @contextmanager
     def evaluation(self) -> Generator[None]:
@@ -291,11 +308,11 @@ class Guard:
         before: training draws the same numbers, however often the block runs. In front of a step, with a
         condition on the step's number, it runs again after a failure that interrupted it:
 
-            for number in range(guard.next_step, steps):
-                if number % 1000 == 0:
+            for step in guard.steps(total):
+                if step.number % 1000 == 0:
                     with guard.evaluation():
                         evaluate(model)
-                with guard.step():
+                with step:
                     ...
 
         Raises:

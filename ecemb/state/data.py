@@ -63,6 +63,7 @@ class Batches(Iterator[Any]):
             keeps workers alive.
         is_open: whether a step is open.
         order_may_change: whether to continue an epoch whose order differs from that before the restart.
+        limit: most batches of an epoch; None for all.
 
     Attributes:
         epoch: the epoch of the last batch, from 0.
@@ -76,9 +77,10 @@ class Batches(Iterator[Any]):
         is_open: Callable[[], bool],
         *,
         order_may_change: bool = False,
+        limit: int | None = None,
     ) -> None:
         self.source = source
-        self._order_may_change = order_may_change
+        self._order_may_change, self._limit = order_may_change, limit
         self._others = others
         self._is_open = is_open
         self._generators = rank_states.owned_generators(source.parts)
@@ -108,6 +110,8 @@ class Batches(Iterator[Any]):
             self._iterator = self._begin() if self._start is None else self._resume(self._start)
         while True:
             try:
+                if self._limit is not None and self._drawn >= self._limit:
+                    raise StopIteration
                 batch = next(self._iterator)
             except StopIteration:
                 if not self._drawn:
@@ -209,7 +213,13 @@ class Batches(Iterator[Any]):
 
 
 def bind(
-    loader: Any, rank_state: RankState, is_open: Callable[[], bool], *, order_may_change: bool = False
+    loader: Any,
+    rank_state: RankState,
+    is_open: Callable[[], bool],
+    *,
+    limit: int | None = None,
+    replay: bool = False,
+    order_may_change: bool = False,
 ) -> Batches:
     """Makes a loader's position a part of the rank state.
 
@@ -217,21 +227,27 @@ def bind(
         loader: the loader.
         rank_state: this rank's state.
         is_open: whether a step is open.
+        limit: see `Batches`.
+        replay: whether a restart reads the epoch's earlier batches again, whatever the loader is.
         order_may_change: see `Batches`.
 
     Raises:
-        ConfigurationError: `loader` is not a loader, or has no position that a restart can find; or
-            `order_may_change` is not a bool.
+        ConfigurationError: `loader` is not a loader, or has no position that a restart can find; or an
+            argument breaks a rule.
         UsageError: the loader is already bound.
         LayoutMismatch: another loader was bound in this order when the job was started.
     """
-    if not isinstance(order_may_change, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigurationError(f"order_may_change= is True or False; it is {order_may_change!r}")
+    for name, given in (("order_may_change", order_may_change), ("replay", replay)):
+        if not isinstance(given, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"{name}= is True or False; it is {given!r}")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise ConfigurationError(f"limit= is the most batches of an epoch, 1 or more; it is {limit!r}")
     for other in rank_state.positions:
         if isinstance(other, Batches) and other.source.loader is loader:
             raise UsageError(f"{other.name} is already bound: call guard.batches() once for each loader")
     others = tuple(rank_state.positions)
-    batches = Batches(find_source(loader), others, is_open, order_may_change=order_may_change)
+    source = find_source(loader, replay=replay)
+    batches = Batches(source, others, is_open, order_may_change=order_may_change, limit=limit)
     rank_state.bind(batches)
     return batches
 
@@ -390,8 +406,9 @@ class Indexed(Source):
                 logger.warning(
                     "%s: reading samples changes %s of the dataset: if a sample follows from more than its "
                     "index, samples after a failure are others, since a restart reads none of the earlier "
-                    "ones. Let them follow from the index, or give the dataset state_dict() and "
-                    "load_state_dict(), and pass it to ecemb.protect() in state=",
+                    "ones. Let them follow from the index; give the dataset state_dict() and "
+                    "load_state_dict(), and pass it to ecemb.protect() in state=; or call "
+                    "guard.batches(loader, replay=True), which reads them again",
                     self.description,
                     ", ".join(moved),
                 )
@@ -477,15 +494,19 @@ def set_epoch(parts: Iterable[object], epoch: int) -> None:
             tell(epoch)
 
 
-def find_source(loader: Any) -> Source:
+def find_source(loader: Any, *, replay: bool = False) -> Source:
     """Returns the source for a loader, by its kind.
+
+    Args:
+        loader: the loader.
+        replay: whether to iterate it again in any case.
 
     Raises:
         ConfigurationError: the loader has no position that a restart can find.
     """
     kind = type(loader).__name__
     if isinstance(loader, DataLoader):
-        return _of_loader(loader)
+        return _of_loader(loader, replay=replay)
     is_empty = isinstance(loader, Sequence) and not len(loader)  # pyright: ignore[reportUnknownArgumentType]
     is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
     if is_empty or not is_iterable or isinstance(loader, (str, bytes, bytearray, Mapping)):
@@ -493,7 +514,7 @@ def find_source(loader: Any) -> Source:
             f"guard.batches() takes a loader: a DataLoader or another iterable of batches; it got "
             f"{'an empty' if is_empty else 'a'} {kind}: pass the loader, or a list of batches"
         )
-    if is_stateful(loader):
+    if is_stateful(loader) and not replay:
         return StatefulLoader(loader, [loader, getattr(loader, "dataset", None)], f"a {kind} with state")
     if isinstance(loader, Iterator):
         raise ConfigurationError(
@@ -503,7 +524,7 @@ def find_source(loader: Any) -> Source:
     return Repeatable(loader, [loader], f"a {kind}{_count(loader, 'batches')}")
 
 
-def _of_loader(loader: DataLoader[Any]) -> Source:
+def _of_loader(loader: DataLoader[Any], *, replay: bool) -> Source:
     dataset = loader.dataset
     samplers = _samplers(loader)
     parts = [loader, dataset, *samplers]
@@ -514,6 +535,8 @@ def _of_loader(loader: DataLoader[Any]) -> Source:
             f"{description} has in_order=False, so its batches arrive as workers finish, in another "
             f"order each time: set in_order=True"
         )
+    if replay:
+        return Repeatable(loader, parts, with_state)
     if isinstance(dataset, IterableDataset):
         if not is_stateful(loader):
             raise ConfigurationError(_no_state(loader))
@@ -577,7 +600,8 @@ def _no_state(loader: DataLoader[Any]) -> str:
     return (
         f"a {type(loader).__name__} over {type(loader.dataset).__name__}, an IterableDataset without state, "
         f"has no position that a restart can find: give the dataset state_dict() and load_state_dict() and "
-        f"load it with torchdata's StatefulDataLoader, or use a map-style dataset"
+        f"load it with torchdata's StatefulDataLoader; use a map-style dataset; or, if each iteration gives "
+        f"the same samples, call guard.batches(loader, replay=True), which reads them again"
     )
 
 

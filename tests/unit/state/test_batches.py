@@ -80,7 +80,7 @@ class Rank:
         self.record = record or self.state.pack()
         self.batches = [self.bind(loader) for loader in loaders]
 
-    def bind(self, loader: Any, **options: bool) -> Batches:
+    def bind(self, loader: Any, **options: Any) -> Batches:
         return module.bind(loader, self.state, lambda: self.is_open, **options)
 
     def step(self, take: Sequence[int] = (0,)) -> list[Any]:
@@ -618,11 +618,32 @@ def test_a_stream_without_state_is_refused_when_it_shows() -> None:
         rank.step()
 
 
-@pytest.mark.parametrize("given", ["x", 1, None])
-def test_an_option_that_is_no_bool_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("loader", [lambda: DataLoader(Stream(), batch_size=BATCH), OTHERS["list"]])
+def test_an_epoch_with_a_limit_is_read_again(loader: Callable[[], Any]) -> None:
+    """Also of a stream without state, if it is to be."""
+    options = {"limit": 3, "replay": True}
     rank = Rank([])
-    with refused(ConfigurationError, f"order_may_change= is True or False; it is {given!r}"):
-        rank.bind([1], order_may_change=given)
+    rank.batches = [rank.bind(loader(), **options)]
+    drawn: list[Any] = []
+    for at in range(7):
+        drawn.append(rank.step()[0])
+        rank.commit()
+        if at == 4:
+            again = Rank([], rank.record)
+            again.batches = [again.bind(loader(), **options)]
+    assert [epoch for epoch, _ in drawn] == [0, 0, 0, 1, 1, 1, 2]
+    assert [one for _, one in drawn[:3]] == [one for _, one in drawn[3:6]]
+    assert [again.step()[0] for _ in range(2)] == drawn[5:]
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [("order_may_change", "x"), ("replay", 1), ("limit", 0), ("limit", 2.0), ("limit", True)],
+)
+def test_an_option_that_breaks_its_rule_is_refused(option: str, given: Any) -> None:
+    rank = Rank([])
+    with refused(ConfigurationError, f"{option}= is ", f"; it is {given!r}"):
+        rank.bind([1], **{option: given})
 
 
 class Drained:
