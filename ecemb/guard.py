@@ -277,7 +277,7 @@ class Guard:
             loader: the loader.
             limit: most batches of an epoch; None for all of the loader's.
             replay: read the epoch's earlier samples again at a restart, for a dataset whose samples follow
-                from more than their index, and which begins each epoch anew.
+                from more than their index, and which begins again in each epoch.
             order_may_change: go on, with a warning, if a restart finds another order of the samples; some
                 samples of that epoch are then repeated, and others skipped.
 

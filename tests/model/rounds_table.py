@@ -226,7 +226,7 @@ ROUNDS = (
     ),
     Entry(
         "failed_after_going_back",
-        "A rank that fails while it undoes several aborted steps says FAILED of the next status: nobody "
+        "A rank that fails while it undoes several aborted steps says FAILED of the next status: no rank "
         "exchanges deltas of these steps, or votes.",
         "It waits forever for the deltas of others.",
         "deadlock",
