@@ -1,7 +1,6 @@
 """Runs one plan: torchrun, its workers, and the deaths that come from outside.
 
-Nothing here imports torch or ecemb: to the driver a worker is a process, a board, and the file of
-an arena.
+To the driver a worker is a process, a board, and the file of an arena.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any
 from ecemb.net.wording import listed
 from failures.board import NAMES, Board, fell_together
 from failures.plan import Plan, Refused, Setting, Timed, Victim
+from support import agents
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.004
@@ -145,9 +145,10 @@ class Job:
         self._start_began = self.began
         self._due: float | None = None
         self._done_events: set[int] = set()
+        self._agents: set[int] = set()
         self.process = self._launch(0)
 
-    def _launch(self, first: int) -> subprocess.Popen[bytes]:
+    def _launch(self, first: int) -> agents.Agent:
         """Torchrun, whose workers begin with start number `first`."""
         given = filter(None, [os.environ.get("PYTHONPATH")])
         self._environment = {
@@ -156,22 +157,16 @@ class Job:
             "ECEMB_FAILURES_FIRST": str(first),
             "ECEMB_ARENAS": str(self.arenas),
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *given]),
-            "OMP_NUM_THREADS": "1",
         }
         ranks, restarts = self.plan.setting.ranks, max(0, len(self.plan.events) - first)
         restarts = MANY if self.plan.soak else restarts
         options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.05"]
-        torchrun = ["support.forked_torchrun", "failures.preload"]
         if self.plan.warm or not self.plan.forked:
-            torchrun = ["torch.distributed.run", "--standalone"]
-        if self.plan.warm:
-            options += ["--no-python", *self._ecemb_run]
-        script = str(Path(__file__).with_name("worker.py"))
-        command = [sys.executable, "-m", *torchrun, *options, script]
-        with (self.folder / "log").open("ab") as log:
-            return subprocess.Popen(
-                command, env=self._environment, stdout=log, stderr=log, start_new_session=True
-            )
+            options += ["--no-python", *(self._ecemb_run if self.plan.warm else [sys.executable])]
+        words = [*options, str(Path(__file__).with_name("worker.py"))]
+        agent = agents.start("failures.preload", words, self.folder / "log", self._environment)
+        self._agents.add(agent.pid)
+        return agent
 
     @property
     def _ecemb_run(self) -> list[str]:
@@ -276,11 +271,15 @@ class Job:
         shutil.rmtree(self.arenas, ignore_errors=True)
 
     def _processes(self) -> Iterator[int]:
+        """Those that were forked are in a session of one of the agents, and commands have the environment."""
         mark = f"ECEMB_FAILURES={self.folder}".encode()
-        for path in Path("/proc").glob("[0-9]*/environ"):
+        for path in Path("/proc").glob("[0-9]*"):
             try:
-                if mark in path.read_bytes().split(b"\0"):
-                    yield int(path.parts[2])
+                state, _, _, session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
+                if state in "ZX":
+                    continue
+                if int(session) in self._agents or mark in (path / "environ").read_bytes().split(b"\0"):
+                    yield int(path.name)
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
 
