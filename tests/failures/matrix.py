@@ -36,13 +36,13 @@ STOCK = Setting(4, 4, 3, "SparseAdam")
 OTHERS = (
     STOCK,
     # More ranks than blocks in a stripe.
-    Setting(4, 3, 2, "SGD", workers=2, window=3, overlap=True, aborts=False),
+    Setting(4, 3, 2, "SGD", workers=2, window=3, overlap=True),
     Setting(6, 6, 4, "Adagrad"),
     Setting(5, 4, 2, "SparseAdam", workers=2),
-    Setting(4, 4, 2, "SparseAdam", window=3, aborts=False),
+    Setting(4, 4, 2, "SparseAdam", window=3),
     Setting(4, 4, 2, "Adagrad", overlap=True),
     Setting(4, 4, 2, "Adagrad", apart=True),
-    Setting(4, 4, 2, "Adagrad", apart=True, window=3, overlap=True, aborts=False),
+    Setting(4, 4, 2, "Adagrad", apart=True, window=3, overlap=True),
     Setting(4, 4, 2, "Adagrad", fabric=True),
 )
 
@@ -119,6 +119,7 @@ OTHER_ROWS = {  # row -> numbers of processes, and of processes with their memor
     "prepare": ("1", ""),
     "apply": ("1", ""),
     "commit": ("", "1"),
+    "aborting": ("1", "1"),
     "capture": ("", "r+1"),
     "redoing": ("1", ""),
     "rebuilding": ("r+1", "1"),
@@ -178,8 +179,7 @@ def cells(*patterns: str, device: str = "cpu") -> list[Cell]:
 
 def _happens(row: Row, setting: Setting) -> bool:
     """Whether runs of a setting have the row's phase. Rows that are apart are captured as part of "delta"."""
-    absent = {"aborting": not setting.aborts, "capture": setting.apart}
-    return not absent.get(row.phase or "", False)
+    return row.phase != "capture" or not setting.apart
 
 
 def _columns(row: Row) -> list[tuple[int, bool]]:

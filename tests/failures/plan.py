@@ -33,7 +33,6 @@ class Setting:
         overlap: whether it is decided beside the next one's first step.
         apart: whether tables lie apart from the arena, which holds images of them, as of tables on a GPU.
         fabric: whether deltas go through a device's memory, over a group of their own.
-        aborts: whether some steps are aborted, which changes what is trained; needs windows of one step.
         background: training goes on while lost memory is rebuilt. Rows then come when they are looked up, and
             the rest after this number of steps at most; 0: training waits.
     """
@@ -49,7 +48,6 @@ class Setting:
     overlap: bool = False
     apart: bool = False
     fabric: bool = False
-    aborts: bool = True
     background: int = 0
 
     @property

@@ -34,7 +34,7 @@ SETTINGS = (
     Setting(4, 4, 2, "Adagrad", steps=20, background=5),
     Setting(4, 4, 2, "Adagrad", steps=20, background=5, overlap=True),
     Setting(4, 4, 3, "SparseAdam", steps=20, background=5),
-    Setting(4, 4, 2, "SparseAdam", steps=20, background=6, window=4, aborts=False),
+    Setting(4, 4, 2, "SparseAdam", steps=20, background=6, window=4),
 )
 FIRST_STEP = 11
 """In it the first memory is lost. The next start goes on from it, or from step 10 with a window, and all is

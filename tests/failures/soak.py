@@ -28,7 +28,7 @@ from failures.driver import Job, Outcome, differences, follow, run
 from failures.plan import Plan, Setting, Timed, Victim
 
 SOAKED = Setting(6, 6, 4, "Adagrad", steps=10**7)
-IN_WINDOWS = dataclasses.replace(SOAKED, window=5, overlap=True, aborts=False)
+IN_WINDOWS = dataclasses.replace(SOAKED, window=5, overlap=True)
 """With fewer exchanges; a failure takes back steps."""
 WHOLE_STEPS = 25
 """A rebuild beside training is over after this number of steps, at most."""
@@ -178,9 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=15.0, help="how long to kill; the reference comes after"
     )
-    parser.add_argument(
-        "--windows", action="store_true", help="train in windows, with overlap and without aborts"
-    )
+    parser.add_argument("--windows", action="store_true", help="train in windows, with overlap")
     parser.add_argument("--background", action="store_true", help="train on while what was lost is rebuilt")
     parser.add_argument(
         "--start", choices=("warm", "forked"), default="warm", help="by ecemb-run, or from torchrun's agent"

@@ -42,9 +42,7 @@ def test_training_goes_on_while_lost_ranks_are_rebuilt(
 ) -> None:
     """All is rebuilt before step 12; then others lose their memory. A window begins with step 10, or 16."""
     others = [rank for rank in (2, 1) if rank not in ranks][: len(ranks)]
-    setting = Setting(
-        4, 4, 4 - len(ranks), "Adagrad", steps=20, background=6, window=window, overlap=True, aborts=False
-    )
+    setting = Setting(4, 4, 4 - len(ranks), "Adagrad", steps=20, background=6, window=window, overlap=True)
     outcome = run(Plan(setting, (lost(steps[0], *ranks), lost(steps[1], *others)), forked=True))
     assert verdict(references.of(setting), outcome) == "", f"see {outcome.folder}"
     assert [death.rank for death in outcome.deaths if death.event == 1] == sorted(others)

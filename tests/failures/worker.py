@@ -158,16 +158,19 @@ def train(
         resume=checkpoints,
         rebuild="background" if setting.background else "blocking",
     )
-    data = batches(setting, rank, guard.next_step)
+    data, read = iter(()), -1  # the batches, and the step that the next one of them is for
     probe = torch.arange(0, USERS, 10, device=device)[:, None]
 
-    for number in range(guard.next_step, setting.steps):
-        if ends(number):
+    for step in guard.steps(setting.steps):
+        if ends(step.number):
             break
-        if setting.background and number % setting.background == 0:
+        if setting.background and step.number % setting.background == 0:
             scrub(guard)
-        with guard.step() as step:
+        with step:
             say(guard, step.number)
+            if step.number != read:
+                data = batches(setting, rank, step.number)
+            read = step.number + 1
             sparse.zero_grad()
             dense.zero_grad()
             users, items = next(data)
@@ -195,7 +198,7 @@ def train(
             schedule.step()
             progress.add(loss.item(), negatives.sum().item())
             turn, due = divmod(step.number, ABORT_EVERY)
-            if setting.aborts and due == ABORT_EVERY - 1 and rank == turn % ranks:
+            if due == ABORT_EVERY - 1 and rank == turn % ranks:
                 step.abort()
         say(guard, step.number)
         if checkpoints is not None and (step.number + 1) % saves == 0:
