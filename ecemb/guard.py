@@ -611,7 +611,7 @@ def protect(
     model: nn.Module,
     *,
     optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer = (),
-    tables: Mapping[str, nn.Module] | None = None,
+    tables: Mapping[str, nn.Module | nn.Parameter] | None = None,
     code: Code | Sequence[Code] | Callable[[int], Code | Sequence[Code]],
     state: Mapping[str, Stateful] | Sequence[Stateful] | Stateful | None = None,
     without_optimizer: Sequence[nn.Module | nn.Parameter] | nn.Module | nn.Parameter = (),
@@ -643,10 +643,12 @@ def protect(
         model: the whole model; all of it but protected tables must be the same on all ranks. Wrap it before
             in TorchRec's DistributedModelParallel, or dense parts alone in DistributedDataParallel.
         optimizers: all optimizers of the training, or the only one; those of dense parameters are the same on
-            every rank, with the same options. Tables need torch.optim.SGD, Adagrad or SparseAdam (TorchRec's:
-            its fused SGD, row-wise Adagrad or Adagrad). TorchRec's combined optimizers are taken apart.
+            every rank, with the same options. Tables need torch.optim.SGD, Adagrad or SparseAdam, or a class
+            given to `ecemb.register_optimizer` (TorchRec's: its fused SGD, row-wise Adagrad or Adagrad).
+            TorchRec's combined optimizers are taken apart.
         tables: further tables, sharded by hand: nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)
-            by a key of your choice. Ranks need not hold the same ones.
+            by a key of your choice. Ranks need not hold the same ones. Of another module, name the parameter:
+            that is your word that only sparse gradients change it.
         code: the (n, k) code; n at most the number of ranks. A list has codes by preference: the first that
             fits counts. Or a function of the number of ranks that returns a code or a list.
         state: schedules, counters and the like of this rank, with state_dict() and load_state_dict(), by

@@ -28,7 +28,7 @@ from . import torchrec
 from .contract import Engine, EngineTable, Hooks, Ids
 from .device_image import Image, Images
 from .internals import Before
-from .sparse import SparseTables, announced, check_memory
+from .sparse import RowsOf, SparseTables, announced, check_memory
 
 Optimizer = torch.optim.Optimizer
 Listener = Callable[[int, Ids], None]
@@ -65,7 +65,10 @@ def modules_of(given: Any) -> dict[str, nn.Module]:
             f"tables= takes a mapping of tables by keys of your choice, e.g. {{'user': table}}; it is a "
             f"{type(given).__name__}"
         )
-    found: dict[Any, nn.Module] = dict(given or {})  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    found: dict[Any, nn.Module] = {
+        key: RowsOf(one) if isinstance(one, nn.Parameter) else one
+        for key, one in (given or {}).items()  # pyright: ignore[reportUnknownVariableType]
+    }
     if others := [key for key in found if not isinstance(key, str)]:
         raise ConfigurationError(
             f"tables= takes a mapping of tables by keys of your choice, which are strings; {others[0]!r} is "
@@ -464,7 +467,7 @@ def tables(
     model: nn.Module,
     *,
     optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer = (),
-    tables: Mapping[str, nn.Module] | None = None,
+    tables: Mapping[str, nn.Module | nn.Parameter] | None = None,
 ) -> list[LiveTable]:
     """The sharded embedding tables of a model on this rank, protected or not.
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +33,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..coding.rows import Column, Table, TableLayout
-from ..errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
+from ..errors import (
+    ConfigurationError,
+    LayoutMismatch,
+    UndeclaredWrite,
+    UnsupportedOptimizer,
+    UnsupportedTable,
+    UsageError,
+)
 from ..nn import ShardedEmbedding, ShardedEmbeddingBag, ShardedTable, facts_of, ranks_of
 from ..state.optimizers import drop_options, options
 from .contract import Engine, EngineTable, Hooks, Ids, Move, Tied, Unit
@@ -63,13 +71,30 @@ class SparseTable(EngineTable, Unit):
         self.weight: nn.Parameter = module.weight  # pyright: ignore[reportAttributeAccessIssue,reportAssignmentType]
         self.optimizer = optimizer
         self.states: tuple[str, ...] = () if optimizer is None else states_of(name, optimizer)
-        row_bytes = self.weight.shape[1] * self.weight.element_size()
-        dtype = str(self.weight.dtype).removeprefix("torch.")
         self.kept = ("weight", *self.states)
-        columns = (Column(name, dtype, row_bytes) for name in self.kept)
-        layout = TableLayout(name, len(self.weight), tuple(columns))
+        self._like = [self.weight, *(self._form(name, state) for state in self.states)]
+        columns = tuple(_column(*one) for one in zip(self.kept, self._like, strict=True))
+        layout = TableLayout(name, len(self.weight), columns)
         EngineTable.__init__(self, layout, is_off_arena=is_off_arena(self.weight))
         self.check_options()
+
+    def _form(self, table: str, name: str) -> torch.Tensor:
+        """A tensor with the type and shape of a part of the optimizer's per-row state.
+
+        Raises:
+            UnsupportedOptimizer: the optimizer has no such state of this table.
+        """
+        if type(self.optimizer) in _KNOWN:
+            return self.weight
+        found, device = self._state().get(name), self.weight.device.type
+        if isinstance(found, torch.Tensor) and found.shape[:1] == self.weight.shape[:1]:
+            if found.device.type == ("cpu" if device == "meta" else device):
+                return found
+        raise UnsupportedOptimizer(
+            f"{type(self.optimizer).__name__} was registered with row_state {list(self.states)}, and holds "
+            f"no tensor {name!r} with {len(self.weight)} rows on the device of table {table!r} before the "
+            f"first step: create it before ecemb.protect(), or leave the name out"
+        )
 
     @property
     def sees_all_changes(self) -> bool:
@@ -104,8 +129,10 @@ class SparseTable(EngineTable, Unit):
             self.keep()
             return []
         columns = stored[0].columns
-        shape, dtype = self.weight.shape, self.weight.dtype
-        views = [torch.from_numpy(c.reshape(-1)).view(dtype).reshape(shape) for c in columns]
+        views = [
+            torch.from_numpy(column.reshape(-1)).view(like.dtype).reshape(like.shape)
+            for column, like in zip(columns, self._like, strict=True)
+        ]
         was_meta = self.weight.is_meta
         with torch.no_grad():
             if was_meta:
@@ -150,10 +177,11 @@ class SparseTable(EngineTable, Unit):
         state: dict[str, Any] = optimizer.state[self.weight]
         self._begin_state(state)
         for name, view in zip(self.states, views, strict=True):
-            if fresh and was_meta:
+            held = state.get(name)
+            if fresh and held is not None and not held.is_meta:
+                view.copy_(held)
+            elif fresh and was_meta:
                 view.fill_(self._option("initial_accumulator_value") if name == "sum" else 0)
-            elif fresh and name in state:
-                view.copy_(state[name])
             state[name] = view
 
     def _option(self, name: str, default: float = 0) -> float:
@@ -164,7 +192,7 @@ class SparseTable(EngineTable, Unit):
 
     def check_options(self) -> None:
         """Raises UnsupportedOptimizer if an option makes the optimizer change untouched rows."""
-        for option in _MUST_BE_ZERO:
+        for option in _MUST_BE_ZERO if type(self.optimizer) in _KNOWN else ():
             if value := self._option(option):
                 raise UnsupportedOptimizer(
                     f"{type(self.optimizer).__name__} with {option}={value} changes rows of table "
@@ -370,21 +398,67 @@ class SparseTables(Engine[SparseTable]):
         self.touch_all(table.base)
 
 
-_STATES: dict[type[Optimizer], tuple[str, ...]] = {
+_KNOWN: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.SGD: (),
     torch.optim.Adagrad: ("sum",),
     torch.optim.SparseAdam: ("exp_avg", "exp_avg_sq"),
 }
+_registered: dict[type[Optimizer], tuple[str, ...]] = {}
+
+
+def register_optimizer(kind: type[Optimizer], row_state: Sequence[str] = ()) -> None:
+    """Declares that a class of optimizers changes only the rows that a sparse gradient names.
+
+    ecemb takes your word for it: `python -m ecemb rehearse` and `guard.scrub()` show whether it is true. Call
+    it in the script, at each start, before `ecemb.protect`.
+
+    Args:
+        kind: the class, which `register_step_pre_hook` of torch.optim.Optimizer reaches; not its subclasses.
+        row_state: names of what it keeps of each row in `optimizer.state[weight]`: tensors [rows, ...], on
+            the table's device (of a table on "meta": on the CPU), that exist when `ecemb.protect` is called
+            and are written in place. What else is in there is small, and is kept with the rank's state.
+
+    Raises:
+        ConfigurationError: `kind` is no such class, or one that ecemb knows.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind in _KNOWN:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(
+            f"ecemb.register_optimizer() takes a subclass of torch.optim.Optimizer that ecemb doesn't know; "
+            f"it got {kind!r}"
+        )
+    if isinstance(row_state, str) or not all(isinstance(name, str) for name in row_state):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(
+            f"row_state= of ecemb.register_optimizer() takes names, e.g. ['momentum']; it is {row_state!r}"
+        )
+    _registered[kind] = tuple(row_state)
+
+
+class RowsOf(nn.Module):
+    """A parameter as a table, of whatever module it is.
+
+    Args:
+        weight: the parameter.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def _column(name: str, like: torch.Tensor) -> Column:
+    values = math.prod(like.shape[1:])
+    return Column(name, str(like.dtype).removeprefix("torch."), values * like.element_size())
 
 
 def check_module(name: str, module: nn.Module) -> None:
     """Raises UnsupportedTable unless only a sparse gradient can change the module's rows."""
-    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag, ShardedTable)):
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag, ShardedTable, RowsOf)):
         raise UnsupportedTable(
             f"table {name!r} is a {type(module).__name__}, of which ecemb doesn't know that a lookup changes "
             f"only the rows in a sparse gradient: tables= takes nn.Embedding and nn.EmbeddingBag, with "
-            f"sparse=True, and the tables of ecemb.nn; name the embedding that holds the rows, not "
-            f"the module around it. Modules that all ranks hold whole are protected without being named"
+            f"sparse=True, and the tables of ecemb.nn; name the embedding that holds the rows, not the "
+            f"module around it. Of another class that keeps to this, name the parameter: "
+            f"{{'user': module.weight}}. Modules that all ranks hold whole are protected without being named"
         )
     weight: object = getattr(module, "weight", None)
     if type(weight) is not nn.Parameter or weight.dim() != 2:
@@ -451,13 +525,15 @@ def states_of(name: str, optimizer: Optimizer) -> tuple[str, ...]:
     Raises:
         UnsupportedOptimizer: the optimizer may change rows that a sparse gradient doesn't name.
     """
-    if type(optimizer) not in _STATES:
-        known = ", ".join(kind.__name__ for kind in _STATES)
+    states = _KNOWN | _registered
+    if type(optimizer) not in states:
+        known = ", ".join(kind.__name__ for kind in _KNOWN)
         raise UnsupportedOptimizer(
             f"table {name!r} is updated by {type(optimizer).__name__}, and ecemb doesn't know that it "
-            f"changes only the rows in a sparse gradient: use one of {known}"
+            f"changes only the rows in a sparse gradient: use one of {known}, or, if it does, call "
+            f"ecemb.register_optimizer({type(optimizer).__name__})"
         )
-    return _STATES[type(optimizer)]
+    return states[type(optimizer)]
 
 
 def owners_of(optimizers: Iterable[Optimizer]) -> dict[int, Optimizer]:

@@ -102,7 +102,7 @@ class Protection(_Callback):
         *,
         code: Code,
         state: Mapping[str, Stateful] | Sequence[Stateful] | Stateful | None = None,
-        tables: Mapping[str, nn.Module] | None = None,
+        tables: Mapping[str, nn.Module | nn.Parameter] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()

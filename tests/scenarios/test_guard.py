@@ -42,6 +42,7 @@ from ecemb.recovery.execute import details
 from ecemb.start import opening
 from ecemb.state.rank_state import NAME as RANK_STATE
 from support.guarded_training import TIMEOUT_S, Bags, Training, bags, headers, initialise
+from support.own_classes import Quotients, RowWise
 from support.processes import RankFailed, launch
 from support.refusals import refused
 
@@ -333,6 +334,42 @@ def test_a_loop_over_steps_goes_back(tmp_path: Path) -> None:
         found.append(launch(2, go_back, folder, window, overlap))
     assert found[0] == found[1]
     assert [(ended, count) for ended, _, count in found[1]] == [([3, 4, 7], 3)] * 2
+
+
+def train_at_the_scripts_word(folder: Path, meet: Barrier, deaths: dict[int, int]) -> tuple[Any, ...]:
+    """An optimizer and modules that ecemb doesn't know; each rank has tables of its own."""
+    initialise(folder)
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    ecemb.register_optimizer(RowWise, ["moment"])
+    model = Quotients()
+    optimizer = RowWise(model.parameters())
+    tables = {f"{name}{rank}": one for name, one in model.named_parameters()}
+    guard = ecemb.protect(model, optimizers=optimizer, tables=tables, code=ecemb.Code(2, 1))
+    for step in guard.steps(6):
+        with step:
+            optimizer.zero_grad()
+            model(torch.randint(12, (3,))).square().sum().backward()
+            optimizer.step()
+            if deaths.get(step.number) == rank:
+                Path(guard._memory.arena.path).unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+    assert parity_fits(guard)
+    moments = [optimizer.state[one]["moment"].tolist() for one in model.parameters()]
+    found = [one.tolist() for one in model.parameters()], moments, guard.recovery.lost
+    guard.close()
+    return found
+
+
+def test_rows_come_back_of_an_optimizer_and_modules_that_the_script_vouches_for(tmp_path: Path) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole = launch(2, train_at_the_scripts_word, tmp_path / "whole", {})
+    with pytest.raises(RankFailed):
+        launch(2, train_at_the_scripts_word, tmp_path / "killed", {3: 1})
+    killed = launch(2, train_at_the_scripts_word, tmp_path / "killed", {})
+    assert [one[:2] for one in killed] == [one[:2] for one in whole]
+    assert {one[2] for one in killed} == {(1,)}
 
 
 def test_an_abort_that_is_interrupted_ends_the_guard() -> None:

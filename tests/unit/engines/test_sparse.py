@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,10 +24,19 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ecemb
 from ecemb.coding.rows import Column, TableLayout
+from ecemb.engines import sparse
 from ecemb.engines.contract import Hooks, Tied
-from ecemb.engines.discover import Tables
+from ecemb.engines.discover import Tables, modules_of
 from ecemb.engines.sparse import SparseTables
-from ecemb.errors import LayoutMismatch, UndeclaredWrite, UnsupportedOptimizer, UnsupportedTable, UsageError
+from ecemb.errors import (
+    ConfigurationError,
+    LayoutMismatch,
+    UndeclaredWrite,
+    UnsupportedOptimizer,
+    UnsupportedTable,
+    UsageError,
+)
+from support.own_classes import Quotients, RowWise
 from support.refusals import refused
 from support.stepping import Stepping
 
@@ -473,6 +483,49 @@ def test_one_parameter_in_two_optimizers(kinds: tuple[str, str]) -> None:
     optimizers = [OPTIMIZERS[kind]([table.weight]) for kind in kinds]
     with refused(UnsupportedOptimizer, "two of the optimizers=", str((ROWS, DIM)), "to one"):
         SparseTables({"user": table}, optimizers)
+
+
+def test_a_class_is_protected_at_the_callers_word() -> None:
+    """Of optimizers, once it is registered; of tables, where a parameter is named."""
+    table = Quotients()
+    weights = {"quotient": table.quotient, "remainder": table.remainder}
+    optimizer = RowWise(weights.values())
+    modules = modules_of(weights)
+    with refused(UnsupportedOptimizer, "'quotient'", "RowWise", "ecemb.register_optimizer(RowWise)"):
+        SparseTables(modules, [optimizer])
+    with mock.patch.dict(sparse._registered):
+        ecemb.register_optimizer(RowWise, ["moment"])
+        watched = Watched(modules, [optimizer])
+        assert [one.row_bytes for one in watched.tables.tables[1].layout.columns] == [4 * DIM, 4]
+        before = watched.rows(1)
+        with watched.step():
+            table(torch.tensor([1, 5, 4])).sum().backward()
+            optimizer.step()
+        assert watched.captured == [(0, [0, 1]), (1, [1, 2])]
+        assert np.flatnonzero((before != watched.rows(1)).any(1)).tolist() == [1, 2]
+        assert watched.engine.scalars() == {"quotient": {"step": 1}, "remainder": {"step": 1}}
+        assert (
+            watched.engine.tensors(1)["moment"].data_ptr()
+            == optimizer.state[table.remainder]["moment"].data_ptr()
+        )
+        again = Quotients()
+        other = RowWise([again.remainder])
+        other.state[again.remainder]["moment"] = torch.zeros(2)
+        with refused(UnsupportedOptimizer, "RowWise", "'moment'", "3 rows", "table 'r'"):
+            SparseTables(modules_of({"r": again.remainder}), [other])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([torch.optim.Adagrad], ("Adagrad", "doesn't know")),
+        ([nn.Linear], ("Linear", "a subclass of torch.optim.Optimizer")),
+        ([RowWise, "moment"], ("row_state=", "'moment'")),
+    ],
+)
+def test_what_is_no_class_to_register_is_refused(given: list[Any], words: tuple[str, ...]) -> None:
+    with refused(ConfigurationError, "ecemb.register_optimizer()", *words):
+        ecemb.register_optimizer(*given)
 
 
 @every_optimizer
