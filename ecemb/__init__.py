@@ -2,8 +2,8 @@
 
 ecemb.init_process_group("gloo", job="ctr")
 guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(n=4, k=3))
-for _ in range(guard.next_step, total_steps):
-    with guard.step() as step:
+for step in guard.steps(total):
+    with step:
         ...
 guard.close()
 """

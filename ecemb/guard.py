@@ -90,6 +90,7 @@ class Guard:
         self._closed = ""  # why it takes no more calls, if it is closed
         self._steps = self._aborted = 0
         self._forgotten = opened.forgotten
+        self._counts_steps = False  # whether `steps` was called
         self.recovery: RecoveryReport = opened.report
         self._optimizers = training.optimizers
         self._optimizers.watch(self._is_open)
@@ -158,6 +159,7 @@ class Guard:
             raise ConfigurationError(
                 f"guard.steps() takes the number of steps of the training; it is {total!r}"
             )
+        self._counts_steps = True
         return self._steps_until(total)
 
     def _steps_until(self, total: int) -> Iterator[Step]:
@@ -183,7 +185,7 @@ class Guard:
             raise UsageError(f"guard.step() inside guard.step(): {number}")
         if self._steps == 1 and self._forgotten is not None:
             knows = self._transactions.is_position_read or bool(self._rank_state.positions)
-            self._forgotten.name(knows_position=knows)  # what the script has made since
+            self._forgotten.name(knows_position=knows, counts_steps=self._counts_steps)  # made since
         number = self._transactions.next_step
         try:
             if self._transactions.is_between:

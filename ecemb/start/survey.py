@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -17,12 +18,13 @@ import random
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from types import FrameType, FunctionType, MethodType, ModuleType
+from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ..coding.placement import Placement
 from ..coding.rows import WORD_BYTES, TableLayout, arrange
@@ -41,6 +43,11 @@ _DEEP = 6  # attributes and items to follow from an object that the script names
 _MOST_NAMED = 6  # objects in a log line
 _MOST_ITEMS = 256  # a container with more items is data, and is not searched
 _LIBRARIES = ("ecemb", "torchrec", "fbgemm_gpu", "pytorch_lightning", "lightning", "torch.distributed")
+_ONCE = (
+    *(type(iter(one)) for one in ((), [], range(0), {}.items())),
+    *(zip, map, filter, enumerate, itertools.chain, itertools.cycle, itertools.islice),
+)
+"""Iterators of one pass over data."""
 _LEAVES = (type, torch.Tensor, ModuleType, FunctionType, MethodType)  # objects that are not searched
 _PARTS = (
     "tables",
@@ -201,11 +208,12 @@ class Forgotten:
         self._named: set[str] = set()
         self._numbers = _numbers(start.request)
 
-    def name(self, *, knows_position: bool = True) -> None:
+    def name(self, *, knows_position: bool = True, counts_steps: bool = True) -> None:
         """Logs the objects that are not named yet, and numbers of optimizers that have changed.
 
         Args:
             knows_position: whether the script has asked for the number of a step, or for positions in data.
+            counts_steps: whether its loop runs the steps that are left: then it may draw its data.
 
         Raises:
             ConfigurationError: there are some, and `protect` was called with strict=True.
@@ -216,15 +224,7 @@ class Forgotten:
                 lost = "a restart begins with the number that the script sets: derive it from guard.next_step"
                 found.append(Unknown(name, type(number).__name__, lost))
         if not (knows_position or objects_of(self._request.state)):
-            lost = (
-                "after a failure it begins again at its first batch, with the weights of a later step: loop "
-                "over range(guard.next_step, steps), or take batches from guard.batches(loader)"
-            )
-            found.append(
-                Unknown(
-                    "the position in the data", "neither guard.next_step nor a step's number is read", lost
-                )
-            )
+            found += _lost_positions(counts_steps=counts_steps)
         if not found:
             return
         listed = [f"{one.name} ({one.kind}): {one.lost}" for one in found[:_MOST_NAMED]]
@@ -240,6 +240,24 @@ class Forgotten:
             "protect(strict=True) refuses to start with any",
             text,
         )
+
+
+def _lost_positions(*, counts_steps: bool) -> list[Unknown]:
+    """What of the script begins again at its first batch: iterators, or its loop."""
+    lost = (
+        "after a failure it begins again at its first batch, with the weights of a later step: choose "
+        "batches by step.number, in a loop over guard.steps(), or take them from guard.batches(loader)"
+    )
+    if not counts_steps:
+        how = "neither guard.next_step nor a step's number is read"
+        return [Unknown("the position in the data", how, lost)]
+    return [
+        Unknown(name, type(one).__name__, lost)
+        for name, one in reachable(inspect.currentframe())
+        if isinstance(one, _ONCE)
+        or (isinstance(one, Iterator) and type(one).__module__ == DataLoader.__module__)  # pyright: ignore[reportUnknownArgumentType]
+        or (isinstance(one, GeneratorType) and is_of_the_script(one.gi_code.co_filename))
+    ]
 
 
 def _numbers(request: Request) -> dict[str, int | float]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 import ecemb
 from ecemb.errors import ConfigurationError
@@ -102,10 +103,26 @@ def give_all(folder: Path, meet: Barrier) -> list[str]:
     script.dense = torch.optim.SGD(script.model["head"].parameters(), lr=0.1)  # type: ignore[assignment]
     schedule = StepLR(script.dense, 2)
     guard = script.protect(state={"schedule": schedule}, strict=True)
-    for _ in range(2):
-        with guard.step():
+    for step in guard.steps(2):
+        with step:
             script.step()
             schedule.step()
+    guard.close()
+    return said.lines
+
+
+def forget_positions(folder: Path, meet: Barrier) -> list[str]:
+    said, script = Said(), Script(folder)
+    script.dense = torch.optim.SGD(script.model["head"].parameters(), lr=0.1)  # type: ignore[assignment]
+    guard = script.protect()
+    numbers, lines = iter([1, 2, 3]), (number for number in range(3))
+    batches = iter(DataLoader([1, 2]))
+    steps = guard.steps(3)
+    for step in steps:
+        with step:
+            script.step()
+            next(numbers), next(lines)
+    assert next(batches)
     guard.close()
     return said.lines
 
@@ -124,7 +141,7 @@ def forget_later(folder: Path, meet: Barrier) -> None:
 
 
 def test_what_the_script_forgets_is_named_once_and_refused_with_strict(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "abc"]
+    folders = [tmp_path / name for name in "abcd"]
     for folder in folders:
         folder.mkdir()
     [lines] = launch(1, forget_much, folders[0])
@@ -133,9 +150,12 @@ def test_what_the_script_forgets_is_named_once_and_refused_with_strict(tmp_path:
         ["schedule", "average"],
         ["later", "optimizers[1].calls", "the position in the data"],
     ]
-    assert "guard.next_step" in forgotten[1]
+    assert "guard.next_step" in forgotten[1] and "guard.steps()" in forgotten[1]
     [drawn] = [line for line in lines if "changed between steps 2 and 3" in line]
     assert "torch's random generator" in drawn and "generator=" in drawn
     [lines] = launch(1, give_all, folders[1])
     assert not [line for line in lines if "no recovery restores" in line]
     launch(1, forget_later, folders[2])
+    [lines] = launch(1, forget_positions, folders[3])
+    [line] = [line for line in lines if "no recovery restores" in line]
+    assert sorted(named(line)) == ["batches", "lines", "numbers"] and "guard.batches(loader)" in line
