@@ -43,6 +43,7 @@ from .net.watch import before_hard_exit, forget, last_exception
 from .net.wording import counted, short
 from .recovery.execute import RecoveryReport
 from .recovery.scrub import Scrubber, ScrubReport
+from .recovery.verify import VERIFY_SHARE, Verifier
 from .session import Session, current
 from .start.opening import Opened, open_memory
 from .start.request import FailureDomain, ParityBackend, RebuildMode, Request, codes_of
@@ -84,6 +85,9 @@ class Guard:
         if request.elastic:
             self._sigterm.listen()
         self._scrubber = Scrubber(opened.memory, transport)
+        self._verifier = Verifier(
+            opened.memory, transport, self._scrubber, request.verify, self._transactions.next_step
+        )
         self._failed: str | None = None
         self._cause: str | None = None  # the failure's cause, if another rank caused it
         self._remaining = Remaining(session, opened.memory.arena)
@@ -205,6 +209,7 @@ class Guard:
             self._steps = self._activity.steps = self._steps + 1
             if aborted:
                 step.aborted = self._undone(number, aborted)
+            self._verify()
             self._sigterm.obey()
         except BaseException as error:
             self._fail(number, error)
@@ -410,9 +415,12 @@ class Guard:
         Returns:
             `job` and `rank`; `next_step`; `steps` that ended in this process, of them `aborted_steps`;
             `window`, the steps of a transaction; `captured_rows`, each once in a transaction; `sent_bytes`
-            over the network for protection; `scrubbed_words` of every block, `wrong_words` that scrubs found,
-            of them `repaired_words`; `seconds` by phase; `bytes`: memory by what it holds (`tables` is the
-            protected tensors themselves; journals, `inbox`, `messages` grow with the rows of a transaction);
+            over the network for protection; `scrubbed_words` of every block, and `verified_words` beside
+            training; `wrong_words` that either found, of them `repaired_words`; `verified_age_s`, the time
+            since the stripe was compared beside training that was compared longest ago, or None unless in
+            the last pass all fitted their rows; `seconds` by phase, among them "verify"; `bytes`: memory by
+            what it holds (`tables` is the protected tensors themselves; journals, `inbox`, `messages` grow
+            with the rows of a transaction);
             `rebuild`: on a rank whose lost rows are rebuilt beside training, what is left, else empty.
         """
         return {
@@ -425,7 +433,9 @@ class Guard:
             "captured_rows": self._transactions.captured_rows,
             "sent_bytes": self._transport.sent_bytes,
             "scrubbed_words": self._scrubber.scrubbed_words,
-            "wrong_words": self._scrubber.wrong_words,
+            "verified_words": self._verifier.verified_words,
+            "verified_age_s": self._verifier.age_s,
+            "wrong_words": self._scrubber.wrong_words + self._verifier.wrong_words,
             "repaired_words": self._scrubber.repaired_words,
             "seconds": dict(self._transactions.seconds),
             "bytes": {"tables": self._tables.size_bytes, **self._transactions.held_bytes},
@@ -575,6 +585,16 @@ class Guard:
             )
         return first > last
 
+    def _verify(self) -> None:
+        """Compares the next slice of parity with rows, if that is due. All ranks."""
+        transactions, number = self._transactions, self._transactions.next_step
+        if not (transactions.is_between and self._background.is_over and self._verifier.is_due(number)):
+            return
+        self._failed = f"comparing parity with rows after step {number - 1} was interrupted"
+        with transactions.phase("verify"):
+            self._verifier.compare(number, self._drain, self._tables.verify)
+        self._failed = None
+
     def _drain(self) -> None:
         """Commits all steps that have ended. All ranks."""
         last = self._transactions.next_step - 1
@@ -624,6 +644,7 @@ def protect(
     failure_domain: FailureDomain = "auto",
     parity_backend: ParityBackend = "tcp",
     compare_every: int = COMPARE_EVERY,
+    verify: float = VERIFY_SHARE,
     resume: str | os.PathLike[str] | CheckpointReader | None = None,
     resume_required: bool = False,
     renamed: Mapping[str, str] | None = None,
@@ -672,6 +693,11 @@ def protect(
             "nccl", through each rank's current CUDA device, also for rows when parity is made or checked;
             not with `overlap`.
         compare_every: commits between two comparisons of dense state among the ranks, by checksum.
+        verify: share of training's time in which parity is compared with rows beside it, slice by slice
+            between steps; 0 for never. The first pass takes up to 2 % if that is more, so that writes past
+            torch show early. A difference is a warning that names table and rows; nothing is repaired, as
+            `Guard.scrub` would. With every window, `overlap` and code; with one rank there is no parity, and
+            while lost memory is rebuilt beside training nothing is compared.
         resume: folder that `Guard.save` saves to (or a CheckpointReader). A fresh start begins at its newest
             checkpoint, with any number of ranks, and so does a job that has lost more memory than the code
             survives. It may be empty or missing, and is made by the first save: then the job begins at step
@@ -734,6 +760,7 @@ def protect(
             failure_domain=failure_domain,
             parity_backend=parity_backend,
             compare_every=compare_every,
+            verify=verify,
             reader=None if resume is None else reader_of(resume, "resume="),
             resume_required=resume_required,
             renamed=renamed or {},

@@ -49,7 +49,8 @@ _COUNTS = {
     "captured_rows": "Rows saved before they changed, each once in a transaction.",
     "sent_bytes": "Bytes sent over the network for protection.",
     "scrubbed_words": "8-byte words of every block that scrubs compared.",
-    "wrong_words": "Words that scrubs found wrong.",
+    "verified_words": "8-byte words of every block that were compared beside training.",
+    "wrong_words": "Words that scrubs, or comparisons beside training, found wrong.",
     "repaired_words": "Wrong words that scrubs repaired.",
 }
 _RECOVERY = {
@@ -65,6 +66,7 @@ _REBUILD = {  # of stats()["rebuild"]: name, description, whether it grows
     "bytes_per_s": ("rebuild_bytes_per_second", "Bytes of them that arrive in a second.", False),
     "waited_s": ("rebuild_waited_seconds", "Wall time that lookups waited for rows.", True),
 }
+_AGE = "Time since the stripe was compared with its rows that was compared longest ago; all of them fitted."
 _START = "Wall time of this process's start by phase: before ecemb.protect(), and in it."
 
 
@@ -191,6 +193,8 @@ def _families(guard: Guard) -> Iterator[_Family]:
     yield _Family("next_step", "The step to run next.", False, "", {"": stats["next_step"]})
     for name, about in _COUNTS.items():
         yield _Family(name, about, True, "", {"": stats[name]})
+    if (age_s := stats["verified_age_s"]) is not None:
+        yield _Family("verified_age_seconds", _AGE, False, "", {"": age_s})
     yield _Family("phase_seconds", "Wall time of protection by phase.", True, "phase", stats["seconds"])
     yield _Family("memory_bytes", "Memory by purpose.", False, "region", stats["bytes"])
     values = (report.step, report.total_s, report.rebuilt_bytes, len(report.lost))

@@ -105,6 +105,8 @@ class Word(str, Enum):
     WINDOW_ROOM = "window_room"
     """The most steps of a window, after a longer window ran out of memory; 0 without such a limit."""
     LACKING_BYTES = "lacking_bytes"
+    VERIFIED = "verified"
+    """The last transaction by which every stripe had been compared, and fitted its rows; 0 before that."""
 
     def __str__(self) -> str:
         return self.value

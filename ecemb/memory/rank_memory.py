@@ -201,6 +201,10 @@ class RankMemory:
         """
         self.arena.set(Word.LACKING_BYTES, size_bytes)
 
+    def record_verified(self, transaction: int) -> None:
+        """Stores that all stripes have fitted at this transaction or later (docs/protocol.md, 2)."""
+        self.arena.set(Word.VERIFIED, transaction)
+
     def arm(self, transaction: int, steps: int = 1) -> None:
         """Begins a transaction, in the row journal whose own transaction is committed.
 

@@ -201,6 +201,7 @@ class Kind(enum.IntEnum):
     STATUS = 0
     VOTE = 1
     BARRIER = 2
+    VERIFICATION = 3
 
 
 class Transport(Waits):

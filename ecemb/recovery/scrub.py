@@ -100,9 +100,18 @@ class Finding:
         """The wrong block's number in its stripe; None if it is not known."""
         return self.suspects[0].block if len(self.suspects) == 1 else None
 
+    @property
+    def place(self) -> str:
+        """The words and the suspects as text."""
+        few = "" if self.rank is not None else "wrong in one or more of "
+        return f"{self._words}: {few}{'; '.join(map(str, self.suspects))}"
+
+    @property
+    def _words(self) -> str:
+        return f"{_span('word', self.words)} of stripe class {self.stripe_class}"
+
     def __str__(self) -> str:
-        words = f"{_span('word', self.words)} of stripe class {self.stripe_class}"
-        named = "; ".join(map(str, self.suspects))
+        words, named = self._words, "; ".join(map(str, self.suspects))
         if self.rank is None:
             return f"{words}: NOT repaired, wrong in one or more of {named}"
         state = "repaired" if self.repaired else "NOT repaired, the write did not hold (defective memory?)"
@@ -204,7 +213,7 @@ class Scrubber:
             at = stop
             if at == self._total:
                 at, complete = 0, True
-        rows = list(self._rows(self._cursor, checked))
+        rows = list(self.rows(self._cursor, checked))
         self._transport.together("comparing tables with their images", lambda: verify(rows))
         self._cursor = at
         self._calls += 1
@@ -223,7 +232,28 @@ class Scrubber:
         self._log(report)
         return report
 
-    def _rows(self, start: int, count: int) -> Iterator[tuple[int, range]]:
+    def inspect(self, start: int, stop: int) -> list[Finding]:
+        """Finds the words among start..stop-1 where parity and rows differ. All ranks; repairs nothing.
+
+        Stops after about `MAX_FINDINGS` findings.
+
+        Returns:
+            The findings, the same on all ranks.
+
+        Raises:
+            PeerFailure: a peer died or failed.
+        """
+        placement = self._memory.geometry.placement
+        if placement is None:
+            return []
+        self._agree(1.0)
+        found = _Found(placement, self._addresses, self._total)
+        while start < stop and len(found.findings) < MAX_FINDINGS:
+            _, end = next(parity_chunks(start, stop))
+            start = self._scrub_chunk(placement, start, end, found, repair=False)
+        return found.findings
+
+    def rows(self, start: int, count: int) -> Iterator[tuple[int, range]]:
         """Pairs (table's index, rows) of this rank's rows that end in words `start` .. `start` + `count` - 1.
 
         The words are counted from the start of each data block, modulo the words of a pass.
@@ -257,7 +287,9 @@ class Scrubber:
             layouts = [[TableLayout.from_json(fields) for fields in one["tables"]] for one in answers]
             self._addresses = [Addresses(one, k) for one in layouts]
 
-    def _scrub_chunk(self, placement: Placement, start: int, stop: int, found: _Found) -> int:
+    def _scrub_chunk(
+        self, placement: Placement, start: int, stop: int, found: _Found, *, repair: bool = True
+    ) -> int:
         """Compares and repairs words start..stop-1 of all blocks, or fewer if many differ. All ranks.
 
         Returns:
@@ -268,7 +300,7 @@ class Scrubber:
             return stop
         code, generator = Code(placement.n, placement.k), self._memory.geometry.generator
         blocks, errors = code.locate(syndromes, found.possible(keys), generator)
-        repaired = blocks >= 0
+        repaired = (blocks >= 0) & repair
         if repaired.any():
             self._repair(placement, keys, blocks, errors)
             _, left, _ = self._compare(placement, start, stop, None)

@@ -261,6 +261,7 @@ def _exchange_proposals(
         "failure_domain": request.failure_domain,
         "parity_backend": request.parity_backend,
         "compare_every": request.compare_every,
+        "verify": request.verify,
         "resume": saver.name_of(request.reader),
         "resume_required": request.resume_required,
         "elastic": request.elastic,

@@ -21,6 +21,7 @@ from ..checkpoint.transfer import Transfer
 from ..coding.code import Code
 from ..engines.discover import Tables, find
 from ..errors import ConfigurationError
+from ..recovery.verify import VERIFY_SHARE
 from ..state import rank_state as rank_states
 from ..state.ddp_buckets import GradientBuckets, check_apart, found_in
 from ..state.optimizers import NamedOptimizers
@@ -67,6 +68,7 @@ class Request:
         reader: finds a checkpoint; None without `resume=`.
         without: parameters and modules that no optimizer changes.
         compare_every: commits between two comparisons of replicated state among the ranks.
+        verify: share of training's time in which parity is compared with rows.
         resume_required: whether a start without memory needs a checkpoint.
         renamed: key of a table -> its key in the checkpoint, where the two differ.
         transfer: tables that a fresh start takes from another training; None for none.
@@ -93,6 +95,7 @@ class Request:
     reader: CheckpointReader | None = None
     without: Sequence[nn.Module | nn.Parameter] = ()
     compare_every: int = COMPARE_EVERY
+    verify: float = VERIFY_SHARE
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     transfer: Transfer | None = None
     elastic: bool = False
@@ -113,6 +116,11 @@ class Request:
         if type(self.compare_every) is not int or self.compare_every < 1:
             raise ConfigurationError(
                 f"compare_every= is a number of commits, 1 or more: {self.compare_every!r}"
+            )
+        if type(self.verify) not in (int, float) or not 0 <= self.verify <= 1:
+            raise ConfigurationError(
+                f"verify= is the share of training's time in which parity is compared with rows, from 0 "
+                f"(never) to 1; it is {self.verify!r}"
             )
         if self.parity_backend not in ("tcp", "nccl"):
             raise ConfigurationError(f"parity_backend is 'tcp' or 'nccl'; it is {self.parity_backend!r}")

@@ -7,7 +7,9 @@ moment are in tests/failures; here the starts are few, and what the user sees is
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -37,7 +39,7 @@ from ecemb.errors import (
 )
 from ecemb.memory.header import State
 from ecemb.memory.scan import arenas
-from ecemb.recovery import scrub
+from ecemb.recovery import scrub, verify
 from ecemb.recovery.execute import details
 from ecemb.start import opening
 from ecemb.state.rank_state import NAME as RANK_STATE
@@ -128,6 +130,8 @@ def call_orders(folder: Path, meet: Barrier) -> dict[str, str]:
         ({"code": (2, 1)}, ("code=", "Code(n=4, k=3)", "(2, 1)")),
         ({"failure_domain": "rack"}, ("failure_domain", "'host'", "'rank'", "'rack'")),
         ({"overlap": "no"}, ("overlap=", "True or False", "'no'")),
+        ({"verify": 1.5}, ("verify=", "from 0 (never) to 1", "1.5")),
+        ({"verify": True}, ("verify=", "True")),
         ({"parity_backend": "mpi"}, ("parity_backend", "'tcp'", "'nccl'", "'mpi'")),
         ({"parity_backend": "nccl", "overlap": True}, ("overlap=True", "wait for each other", "over TCP")),
         ({"optimizers": [model]}, ("optimizers=", "Linear")),
@@ -721,6 +725,77 @@ def test_training_goes_on_bit_identically_after_a_scrub(tmp_path: Path) -> None:
     assert disturbed == undisturbed
 
 
+# --- parity is compared beside training ------------------------------------------------------------
+
+
+class Lines(logging.Handler):
+    """Keeps the texts of warnings that begin with a word of the verification."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "parity does not fit rows" in record.getMessage():
+            self.texts.append(record.getMessage())
+
+
+def write_past_torch(folder: Path, meet: Barrier, code: tuple[int, int], options: dict[str, Any]) -> Any:
+    """Rank 2 writes a row that no step meets past torch, after step 40.
+
+    A look at the clock takes 0.1 ms, and a step 0.1 s.
+    """
+    initialise(folder)
+    rank, (n, k) = dist.get_rank(), code
+    lines, ticks = Lines(), itertools.count()
+    logging.getLogger("ecemb").addHandler(lines)
+
+    def clock() -> float:
+        return next(ticks) * 1e-4
+
+    with mock.patch.object(verify, "_clock", clock):
+        training = bags(users=12)
+        guard = training.protect(n, k, **options)
+        ages: list[float | None] = []
+        for number in range(500):
+            with guard.step() as step:
+                ticks = itertools.count(next(ticks) + 1000)
+                training.body()
+                if number == 30 and rank == 0 and options.get("window", 1) == 1:
+                    step.abort()
+            ages.append(guard.stats()["verified_age_s"])
+            if number == 40 and rank == 2:
+                training.weights[0].data[1] = 7.0
+            if number == 20:
+                guard.save(folder / "saved")
+            if guard.stats()["wrong_words"]:
+                break
+        found = guard.stats()
+        assert found["seconds"]["verify"] > 0
+        assert ages[-1] is None, "not all stripes fit any more"
+        report = guard.scrub()
+        guard.close()
+    return lines.texts, found["wrong_words"], report.wrong_words, found["next_step"], ages[39]
+
+
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [((3, 1), {}), ((3, 2), {"overlap": True, "window": 3})],
+    ids=str,
+)
+def test_a_write_past_torch_is_found_beside_training(
+    tmp_path: Path, code: tuple[int, int], options: dict[str, Any]
+) -> None:
+    """Within 500 steps, with the table's name and the row; a scrub finds the same words."""
+    found = launch(3, write_past_torch, tmp_path, code, options)
+    texts = [text for lines, *_ in found for text in lines]
+    assert "row 1 of 'table.users'" in texts[0] and "guard.touch(table, rows)" in texts[0]
+    assert {text.partition(":")[0] for text in texts} >= {"rank 0", "rank 2"}
+    for _, wrong_words, scrubbed, next_step, age_s in found:
+        assert 0 < wrong_words == scrubbed and next_step < 500
+        assert age_s is not None and age_s > 0, "the first pass ends in the first 40 steps"
+
+
 # --- starts that are refused --------------------------------------------------------------------
 
 
@@ -733,6 +808,8 @@ def refusals(folder: Path, meet: Barrier) -> None:
         bags().protect(2, 1, failure_domain="host")
     with refused(ConfigurationError, "different arguments", "0: {'code': [2, 1]", "1: {'code': [3, 1]"):
         bags().protect(2 + rank, 1)
+    with refused(ConfigurationError, "different arguments", "'verify': 0.01", "'verify': 0,"):
+        bags().protect(2, 1, verify=0 if rank else 0.01)
     with refused(ConfigurationError, "no table to protect on any rank"):
         ecemb.protect(nn.Linear(2, 2).requires_grad_(False), code=ecemb.Code(2, 1))
     with refused(ConfigurationError, "different arguments", "nccl", "'parity_backend': 'tcp'"):

@@ -89,7 +89,7 @@ class TestCreate:
             expected = {"state": State.INIT, "pid": os.getpid()}
             if word != "pid_start":
                 counts = word.endswith(("_bytes", "_ns", "_us")) or word.startswith("recovery_")
-                default = 0 if counts or word in ("undeclared", "window_room") else NONE
+                default = 0 if counts or word in ("undeclared", "window_room", "verified") else NONE
                 assert arena.get(word) == expected.get(word, default), word
         assert arena.path == directory.path / f"{arena.constants.arena_id}.arena"
         assert arena.path.stat().st_mode & 0o777 == 0o600
