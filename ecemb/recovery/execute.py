@@ -7,6 +7,7 @@ stages again. A replacement's arena counts as lost until its state is LIVE, whic
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Generator
@@ -14,10 +15,12 @@ from contextlib import contextmanager
 from typing import get_args
 
 from ..errors import InconsistentArenas
+from ..memory.header import Word
 from ..memory.rank_memory import RankMemory
 from ..net.collectives import Transport
 from ..net.wording import counted, listed
-from .plan import Kind, RecoveryPlan
+from .fingerprints import wrong_blocks
+from .plan import Kind, RecoveryPlan, rebuilds
 from .relay import Ready, rebuild_lost
 from .scrub import collect_parity, compare_parity, longest_block, parity_chunks
 from .state_slices import compare as compare_state
@@ -49,6 +52,8 @@ class RecoveryReport:
             interpreter's start, if it was not forked), "rendezvous" for `init_process_group`.
         moved_from: number of ranks that a move began with; 0 if there was no move.
         in_background: whether lost memory is rebuilt beside training; this start did not wait for it.
+        verified_step: where memory was lost: the number of steps that had ended when parity was last known,
+            from comparisons beside training, to fit all rows; None if it never was, or no memory was lost.
     """
 
     kind: Kind
@@ -61,6 +66,7 @@ class RecoveryReport:
     before_s: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
     moved_from: int = 0
     in_background: bool = False
+    verified_step: int | None = None
 
     @property
     def total_s(self) -> float:
@@ -197,8 +203,19 @@ def recover(
 
     with watch.phase("decide"):
         undone, redone = transport.together("undo and redo", roll)
+    if plan.lost and not in_background:
+        with watch.phase("verify"):
+            plan = _without_wrong_blocks(memory, transport, plan)
+    verified = None
+    if plan.lost:
+        own = str(memory.arena.get(Word.VERIFIED)).encode()
+        steps = [int(text) for text in transport.gather(own, "asking when parity was compared")]
+        verified = min(steps[rank] for rank in plan.survivors) or None
     if not is_replacement:
-        ready(0, memory.space.words)
+        repaired = {one.block for one in plan.rebuild if one.rank == memory.rank}
+        for block, (start, stop) in enumerate(itertools.pairwise(memory.space.bounds)):
+            if block not in repaired:
+                ready(start, stop)
     if plan.encode:
         with watch.phase("encode"):
             _encode_again(memory, transport)
@@ -226,6 +243,7 @@ def recover(
         received,
         watch.seconds,
         in_background=in_background,
+        verified_step=verified,
     )
 
 
@@ -253,6 +271,36 @@ def _encode_again(memory: RankMemory, transport: Transport) -> None:
     _encode(memory, transport)
     transport.barrier("after encoding again")
     memory.mark_encoded()
+
+
+def _without_wrong_blocks(memory: RankMemory, transport: Transport, plan: RecoveryPlan) -> RecoveryPlan:
+    """Compares survivors' blocks before they are decoded; a wrong block is rebuilt as well. All ranks.
+
+    Raises:
+        InconsistentArenas: blocks don't fit, and it isn't known which one is wrong: an error on all ranks.
+    """
+    placement = memory.geometry.placement
+    if placement is None:
+        return plan
+    wrong = wrong_blocks(memory, transport, plan.lost, "comparing the blocks that survived")
+    if unknown := sorted(c for c, block in wrong.items() if block < 0):
+        members = sorted({rank for c in unknown for rank in placement.members(c)} - set(plan.lost))
+        raise InconsistentArenas(
+            f"before the rebuild, blocks that survived of stripe classes {unknown} contradict each other, "
+            f"and it isn't known which are wrong: memory of {listed(members)} rotted, or rows changed "
+            f"without being declared. Nothing was rebuilt from them. Remove the arenas "
+            f"(python -m ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
+        )
+    for c, block in wrong.items():
+        owner = placement.members(c)[block]
+        if memory.rank in (min(plan.survivors), owner):
+            logger.warning(
+                "rank %d: block %d of stripe class %d, in the memory of rank %d, contradicts the others: it "
+                "is left out of the rebuild, and rebuilt from them. Its memory is defective, or the script "
+                "has written rows that were not declared (guard.touch): such writes are taken back",
+                *(memory.rank, block, c, owner),
+            )
+    return dataclasses.replace(plan, rebuild=rebuilds(placement, plan.lost, wrong)) if wrong else plan
 
 
 def _verify(memory: RankMemory, transport: Transport) -> None:

@@ -6,15 +6,19 @@ linear and works on bytes, so fingerprints of a stripe's blocks fit the code if 
 a block is wrong, its fingerprint is wrong in the same bytes. Wrong bytes at the same place of several pages
 cancel each other out with a probability of about 1 / 255 for each such place.
 
-Owns the fingerprints and the equations between them. Must not know when they are compared, and what follows.
+Owns the fingerprints and the equations between them. Must not know when they are compared, and what follows
+from a difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from ..coding.code import Code
+from ..coding.parity import class_words
 from ..kernels.contract import Kernels, Words
 from ..memory.header import Word
 from ..memory.rank_memory import RankMemory
@@ -110,3 +114,74 @@ def parity_differs(
 
 def _reader(memory: RankMemory, stripe_class: int, block: int) -> Callable[[int, int], Words]:
     return lambda start, stop: memory.read_block(stripe_class, block, start, stop)
+
+
+def wrong_blocks(memory: RankMemory, transport: Transport, lost: Sequence[int], what: str) -> dict[int, int]:
+    """Compares the blocks that survived of stripes with lost blocks, where more are left than k. All ranks.
+
+    Of each class the ranks send fingerprints of whole blocks to one of them. With k + 1 blocks, one equation
+    shows whether they fit. With more, the wrong block is the one without which the others fit. Two wrong
+    blocks may look like another single one with k + 2 blocks, as in `Code.locate`.
+
+    Args:
+        memory: this rank's memory, undone and redone.
+        transport: the control group.
+        lost: ranks whose memory is lost, the same on all ranks.
+        what: names the wait in errors.
+
+    Returns:
+        Stripe class -> its wrong block, or -1 if that isn't known; only classes whose blocks don't fit. The
+        same on all ranks.
+
+    Raises:
+        PeerFailure: a peer died.
+    """
+    placement, rank = memory.geometry.placement, memory.rank
+    if placement is None:
+        return {}
+    found: dict[int, int] = {}
+    for c, blocks in placement.erasures(lost).items():
+        size = class_words(placement, memory.geometry.block_words, c)
+        if len(blocks) == placement.r or not size:
+            continue
+        members = placement.members(c)
+        left = [block for block in range(placement.n) if block not in blocks]
+        *others, judge = (members[block] for block in left)
+        prints = Fingerprints(0, size, seed_of(memory, c), memory.kernels)
+        own = {members[at]: prints.of(_reader(memory, c, at)) for at in left if members[at] == rank}
+        sent = {judge: own[rank]} if rank in others else {}
+        received = {one: np.empty(prints.page_words, np.uint64) for one in others if rank == judge}
+        transport.exchange(sent, received, what)
+        if rank == judge:
+            whole = {block: (received | own)[members[block]] for block in left}
+            if (wrong := _wrong(whole, memory)) is not None:
+                found[c] = wrong
+    answers = transport.gather(json.dumps(list(found.items())).encode(), what)
+    return {c: block for text in answers for c, block in json.loads(text)}
+
+
+def _wrong(blocks: Mapping[int, Words], memory: RankMemory) -> int | None:
+    """The block of a stripe that is wrong, by fingerprints; -1 if it isn't known, None if all fit.
+
+    Args:
+        blocks: block -> its fingerprint, uint64; more than k of them.
+        memory: of any rank.
+    """
+    if _fit(blocks, memory):
+        return None
+    rest = ({other: blocks[other] for other in blocks if other != block} for block in blocks)
+    alone = [block for block, others in zip(blocks, rest, strict=True) if _fit(others, memory)]
+    is_known = len(blocks) > 1 + memory.geometry.generator.shape[1] and len(alone) == 1
+    return alone[0] if is_known else -1
+
+
+def _fit(blocks: Mapping[int, Words], memory: RankMemory) -> bool:
+    """Whether all but k of these fingerprints are those that the k determine."""
+    generator = memory.geometry.generator
+    code = Code(*generator.shape)
+    basis, rest = list(blocks)[: code.k], list(blocks)[code.k :]
+    expected = [np.empty_like(blocks[block]) for block in rest]
+    weights = code.decode_weights(rest, basis, generator)
+    memory.kernels.dot([blocks[block] for block in basis], weights, expected)
+    pairs = zip(rest, expected, strict=True)
+    return all(np.array_equal(blocks[block], words) for block, words in pairs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ..coding.placement import Placement
@@ -132,7 +132,7 @@ def plan_recovery(
         transaction=transaction,
         survivors=tuple(sorted(survivors)),
         lost=lost,
-        rebuild=_rebuilds(placement, lost) if placement is not None else (),
+        rebuild=rebuilds(placement, lost) if placement is not None else (),
         donor=min(survivors),
         encode=bool(undeclared),
     )
@@ -181,10 +181,22 @@ def _check_tolerated(placement: Placement | None, lost: tuple[int, ...], survivo
     )
 
 
-def _rebuilds(placement: Placement, lost: tuple[int, ...]) -> tuple[Rebuild, ...]:
+def rebuilds(
+    placement: Placement, lost: Sequence[int], wrong: Mapping[int, int] | None = None
+) -> tuple[Rebuild, ...]:
+    """The blocks to rebuild, with balanced sources, in the order in which all ranks rebuild them.
+
+    Args:
+        placement: the placement of blocks.
+        lost: ranks whose memory is lost.
+        wrong: stripe class -> a survivor's block that is rebuilt as well, as it does not fit the others.
+    """
     load = dict.fromkeys(range(placement.world_size), 0)
-    rebuilds: list[Rebuild] = []
-    for stripe_class, blocks in sorted(placement.erasures(lost).items()):
+    found: list[Rebuild] = []
+    for stripe_class, erased in sorted(placement.erasures(lost).items()):
+        blocks = erased
+        if wrong is not None and stripe_class in wrong:
+            blocks = *erased, wrong[stripe_class]
         members = placement.members(stripe_class)
         available = [block for block in range(placement.n) if block not in blocks]
         available.sort(key=lambda block: (load[members[block]], members[block]))
@@ -193,5 +205,5 @@ def _rebuilds(placement: Placement, lost: tuple[int, ...]) -> tuple[Rebuild, ...
             for block in chosen:
                 load[members[block]] += 1
             sources = tuple((block, members[block]) for block in chosen)
-            rebuilds.append(Rebuild(stripe_class, lost_block, members[lost_block], sources))
-    return tuple(rebuilds)
+            found.append(Rebuild(stripe_class, lost_block, members[lost_block], sources))
+    return tuple(found)

@@ -374,6 +374,11 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
     if session.rank != 0 and session.rank not in report.lost:
         level = logging.DEBUG
     logger.log(level, "rank %d: %s", session.rank, report)
+    if session.rank == 0 and report.lost and start.world.old is None:
+        compared = "never yet"
+        if report.verified_step is not None:
+            compared = f"{counted(report.step - report.verified_step, 'step')} before the loss"
+        logger.info("parity was last known to fit all rows, from comparisons beside training: %s", compared)
     logger.debug("rank %d: %s", session.rank, details(report))
 
 

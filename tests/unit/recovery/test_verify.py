@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from ecemb.coding.code import Code
+from ecemb.errors import InconsistentArenas
 from ecemb.kernels import contract
 from ecemb.kernels.contract import Words
 from ecemb.memory.header import Word
@@ -309,3 +310,117 @@ def test_the_death_of_a_rank_ends_a_comparison_and_changes_nothing(tmp_path: Pat
     assert (machines.plan().kind, machines.plan().transaction) == ("process", DONE)
     assert not machines.run(DONE + 1).failures
     machines.check(DONE + 1)
+
+
+# --- survivors' blocks are compared before they are decoded ----------------------------------------
+
+
+def flipped(machines: Machines, lost: Sequence[int], rng: random.Random) -> tuple[int, int]:
+    """Flips a bit of a survivor's table or parity, in a stripe that has lost a block.
+
+    Returns:
+        The rank and the class.
+    """
+    placement = machines.job.placement
+    erasures = placement.erasures(lost)
+    with machines.memories() as memories:
+        while True:
+            c = rng.choice(list(erasures))
+            block = rng.choice([one for one in range(placement.n) if one not in erasures[c]])
+            memory = memories[placement.members(c)[block]]
+            state = (
+                memory.space.bases[-2] if block < placement.k else 2**62
+            )  # the rank state's record is last
+            low = memory.space.bounds[block] if block < placement.k else 0
+            words = len(memory.read_block(c, block, 0, 2**40))
+            if words and low + (at := rng.randrange(words)) < state:
+                value = memory.read_block(c, block, at, at + 1).copy()
+                if block < placement.k and not _has(memory, low + at):
+                    continue
+                memory.write_block_(c, block, at, value ^ np.uint64(1))
+                return memory.rank, c
+
+
+def _has(memory: RankMemory, word: int) -> bool:
+    """Whether the word's first byte is of a row, and no padding."""
+    old = memory.space.read(word, word + 1)
+    memory.space.write_(word, old ^ np.uint64(1))
+    changed = memory.space.read(word, word + 1) != old
+    memory.space.write_(word, old)
+    return bool(changed.all())
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 5), (5, 2, 6), (4, 2, 4), (6, 3, 7)], ids=str)
+def test_a_flipped_bit_of_a_survivor_never_reaches_a_rebuilt_row(
+    shape: tuple[int, int, int], tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With two spare blocks the wrong one is left out and rebuilt; with one, the start is refused."""
+    n, k, size = shape
+    rng = random.Random(seed)
+    base = Machines(tmp_path / "base", job_of(n, k, size, rng, rows=12))
+    assert not base.run(DONE).failures
+    for number in range(6):
+        machines = base.copy(tmp_path / str(number))
+        lost = rng.sample(range(size), rng.randint(1, n - k - 1))
+        owner, c = flipped(machines, lost, rng)
+        for rank in lost:
+            machines.lose(rank)
+        spare = n - k - len(machines.job.placement.erasures(lost)[c])
+        caplog.clear()
+        life = machines.run(DONE)
+        if spare >= 2:
+            assert not life.failures
+            machines.check(DONE)
+            said = [record.getMessage() for record in caplog.records if "contradicts" in record.getMessage()]
+            assert any(f"of stripe class {c}, in the memory of rank {owner}" in line for line in said)
+            assert not machines.run(DONE + 1).failures
+            machines.check(DONE + 1)
+        elif spare == 1:
+            assert life.failures
+            assert all(isinstance(error, InconsistentArenas) for error in life.failures.values())
+            assert all(f"stripe classes [{c}] contradict" in str(error) for error in life.failures.values())
+
+
+def test_survivors_that_fit_are_rebuilt_from_as_planned(
+    tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(seed)
+    machines = Machines(tmp_path / "job", job_of(5, 2, 6, rng))
+    assert not machines.run(DONE).failures
+    machines.lose(3)
+    life = machines.run(DONE)
+    assert not life.failures and not caplog.records
+    machines.check(DONE)
+    assert {one.report.verified_step for one in life.ranks.values() if one.report is not None} == {None}
+
+
+def test_a_recovery_says_how_old_its_evidence_is(tmp_path: Path, seed: int) -> None:
+    """The step at which every survivor had seen all stripes fit; a replacement has seen none."""
+    machines = Machines(tmp_path / "job", job_of(3, 2, 4, random.Random(seed)))
+    assert not machines.run(DONE).failures
+    for lost, expected in ((1, 1), (2, None)):
+        if expected is not None:
+            with machines.memories() as memories:
+                Verifiers(memories)()
+        machines.lose(lost)
+        life = machines.run(DONE)
+        assert not life.failures
+        reports = [one.report for one in life.ranks.values()]
+        assert {report.verified_step for report in reports if report is not None} == {expected}
+
+
+def test_killed_at_any_moment_of_such_a_rebuild_the_next_start_ends_it(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    base = Machines(tmp_path / "base", job_of(4, 1, 4, rng))
+    assert not base.run(DONE).failures
+    owner, _ = flipped(base, [0], rng)
+    base.lose(0)
+    rehearsal = base.copy(tmp_path / "rehearsal")
+    counts = rehearsal.run(DONE).moments
+    rehearsal.check(DONE)
+    every = [(rank, end) for rank, count in counts.items() for end in range(1, count + 1)]
+    for rank, end in rng.sample(every, 12):
+        machines = base.copy(tmp_path / f"{rank}-{end}")
+        machines.run(DONE, {rank: end})
+        assert not machines.run(DONE).failures, f"rank {rank} killed at {end}, rank {owner} wrong"
+        machines.check(DONE)
