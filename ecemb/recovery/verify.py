@@ -116,7 +116,8 @@ class Verifier:
     @property
     def age_s(self) -> float | None:
         """Time since the stripe was compared that was compared longest ago; None if not all have fitted."""
-        return None if self._oldest is None else _clock() - self._oldest[1]
+        oldest = self._oldest
+        return None if oldest is None else _clock() - oldest[1]
 
     @property
     def _oldest(self) -> tuple[int, float, int] | None:
@@ -207,8 +208,8 @@ class Verifier:
         self._slices.append((self.verified_words, _clock(), step))
         while self._slices[0][0] <= self.verified_words - self._total:
             self._slices.popleft()
-        if self._oldest is not None:
-            self._memory.record_verified(self._oldest[2])
+        if (oldest := self._oldest) is not None:
+            self._memory.record_verified(oldest[2])
         if self.verified_words % self._total == 0:
             self._left_to_log = _LOGGED
 
