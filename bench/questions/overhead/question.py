@@ -58,6 +58,7 @@ committed, and parity has to fit every row.
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ from bench.harness.result import (
     once,
     summary,
 )
-from bench.questions.overhead import managed_collision
+from bench.questions.overhead import managed_collision, verification
 from bench.questions.overhead.estimate import (
     Estimate,
     Strata,
@@ -196,6 +197,9 @@ def run(arguments: Arguments) -> list[Row]:
     scale, codes = (QUICK, CODES[:1]) if arguments.quick else (FULL, CODES)
     if arguments.pairs:
         scale = replace(scale, pairs=arguments.pairs, within=math.inf)
+    if arguments.setting == verification.NAME:
+        each = [of_verification(scale, arguments.engine, code, arguments.seed) for code in codes]
+        return by_metric(list(itertools.chain(*each)))
     if arguments.setting == managed_collision.NAME:
         if not arguments.quick and not arguments.pairs:
             scale = replace(scale, pairs=managed_collision.PAIRS)
@@ -213,6 +217,15 @@ def run(arguments: Arguments) -> list[Row]:
             rival = replace(setting, methods=RIVALS, pairs=fewer.pairs, launches=1, within=math.inf)
             rows += measure(rival, arguments.engine, code, 1, False, arguments.seed)
     return by_metric(rows)
+
+
+def of_verification(scale: Scale, engine: str, code: Code, seed: int) -> list[Row]:
+    """Measures what comparing parity with rows beside training costs, with a commit in each step."""
+    rounds = max(3, scale.pairs // 8)
+    work = verification.work
+    _, answers = train(scale, engine, code, work, window=1, overlap=False, steps=rounds, seed=seed)
+    labels: dict[str, Label] = {"engine": engine, "code": f"({code.n}, {code.k})", "setting": scale.setting}
+    return verification.rows_of(answers, labels)
 
 
 def with_managed_collision(scale: Scale, engine: str, codes: Sequence[Code], seed: int) -> list[Row]:
