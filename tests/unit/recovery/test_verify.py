@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ecemb.coding.code import Code
-from ecemb.errors import InconsistentArenas
+from ecemb.errors import InconsistentArenas, StepFailed, UndeclaredWrite
+from ecemb.guard import Guard
 from ecemb.kernels import contract
 from ecemb.kernels.contract import Words
 from ecemb.memory.header import Word
@@ -261,6 +265,77 @@ def test_many_findings_are_bounded_in_the_log_and_in_messages(
         assert len(said) == verify._LOGGED
         verifiers()
         assert verifiers.all[0].wrong_words == found
+
+
+def test_a_table_that_differs_from_its_image_is_told_by_its_rank(
+    tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with trained(tmp_path / "job", job_of(3, 2, 3, random.Random(seed))) as verifiers:
+        asked: dict[int, list[tuple[int, range]]] = {}
+
+        def compare(one: Verifier) -> None:
+            rank = one._memory.rank
+
+            def verify_images(rows: list[tuple[int, range]]) -> None:
+                asked[rank] = rows
+                if rank == 1:
+                    raise UndeclaredWrite("table 'user' differs from its image")
+
+            one.compare(1, lambda: None, verify_images)
+
+        list(verifiers._pool.map(compare, verifiers.all))
+        assert [record.getMessage() for record in caplog.records] == [
+            "rank 1: table 'user' differs from its image"
+        ]
+        for one in verifiers.all:
+            assert one.age_s is None and one.wrong_words == 0
+            layouts = [table.layout for table in one._memory.space.tables]
+            rows = {(table, row) for table, some in asked[one._memory.rank] for row in some}
+            assert rows == {(i, row) for i, layout in enumerate(layouts) for row in range(layout.rows)}
+        verifiers()
+        assert all(one.age_s is not None for one in verifiers.all)
+
+
+@pytest.mark.parametrize("state", list(itertools.product([True, False], repeat=3)))
+def test_a_slice_is_compared_only_between_transactions_and_if_no_rank_is_rebuilt(
+    state: tuple[bool, bool, bool],
+) -> None:
+    compared: list[int] = []
+    is_between, is_over, is_due = state
+    guard: Any = SimpleNamespace(
+        _transactions=SimpleNamespace(
+            next_step=7, is_between=is_between, phase=lambda name: contextlib.nullcontext()
+        ),
+        _background=SimpleNamespace(is_over=is_over),
+        _verifier=SimpleNamespace(
+            is_due=lambda step: is_due, compare=lambda step, drain, verify: compared.append(step)
+        ),
+        _tables=SimpleNamespace(verify=None),
+        _drain=None,
+        _failed=None,
+    )
+    Guard._verify(guard)
+    assert compared == ([7] if all(state) else []) and guard._failed is None
+
+
+def test_a_rank_that_leaves_a_comparison_takes_no_further_step() -> None:
+    """It would wait for the status of others, which wait for its fingerprints."""
+
+    def compare(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    guard: Any = Guard.__new__(Guard)
+    guard._transactions = SimpleNamespace(
+        next_step=7, is_between=True, phase=lambda name: contextlib.nullcontext()
+    )
+    guard._background, guard._tables = SimpleNamespace(is_over=True), SimpleNamespace(verify=None)
+    guard._verifier = SimpleNamespace(is_due=lambda step: True, compare=compare)
+    guard._failed = guard._cause = None
+    guard._closed = ""
+    with pytest.raises(KeyboardInterrupt):
+        guard._verify()
+    with pytest.raises(StepFailed, match="comparing parity with rows after step 6 was interrupted"):
+        guard._check_usable()
 
 
 def test_no_share_and_no_parity_compare_nothing(tmp_path: Path, seed: int) -> None:
