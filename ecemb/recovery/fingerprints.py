@@ -23,7 +23,7 @@ from ..kernels.contract import Kernels, Words
 from ..memory.header import Word
 from ..memory.rank_memory import RankMemory
 from ..net.collectives import Transport
-from .scrub import parity_chunks
+from .scrub import CHUNK_WORDS
 
 PAGE_WORDS = 1 << 13
 
@@ -58,9 +58,10 @@ class Fingerprints:
         """
         size = self.page_words
         total, part = np.zeros((2, size), np.uint64)
-        page = 0
-        for start, stop in parity_chunks(self._start, self._stop):
-            words = read(start, stop)
+        step = max(1, CHUNK_WORDS // size)  # pages that are read at a time
+        for page in range(0, self._weights.size, step):
+            start = self._start + page * size
+            words = read(start, min(start + step * size, self._stop))
             whole = len(words) // size
             pages = [words[at : at + size] for at in range(0, whole * size, size)]
             if rest := len(words) - whole * size:
@@ -68,7 +69,6 @@ class Fingerprints:
                 pages[-1][:rest] = words[whole * size :]
             self._kernels.dot(pages, self._weights[:, page : page + len(pages)], [part])
             total ^= part
-            page += len(pages)
         return total
 
 

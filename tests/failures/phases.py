@@ -70,6 +70,7 @@ _PARTS = {
     "store": "delta",
     "compare": "in the body",
     "wait": "status",
+    "verify": "between steps",
 }  # ecemb's own names of a step's parts, where they differ
 
 

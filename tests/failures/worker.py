@@ -157,6 +157,7 @@ def train(
         parity_backend="nccl" if setting.fabric else "tcp",
         resume=checkpoints,
         rebuild="background" if setting.background else "blocking",
+        verify=0.5,  # so often that processes die in comparisons as well
     )
     data, read = iter(()), -1  # the batches, and the step that the next one of them is for
     probe = torch.arange(0, USERS, 10, device=device)[:, None]

@@ -44,11 +44,13 @@ def fingerprint(block: Words, start: int, stop: int, seed: int) -> Words:
     return prints.of(lambda a, b: block[a:b])
 
 
+@pytest.mark.parametrize("chunk", [5, 16, 40, 1000])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fingerprints_of_a_stripe_fit_the_code(
-    shape: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int], chunk: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fingerprints, "PAGE_WORDS", 16)
+    monkeypatch.setattr(fingerprints, "CHUNK_WORDS", chunk)
     n, k = shape
     rng = np.random.default_rng(seed)
     kernels, generator = contract.get_kernels("cpu"), generator_of(Code(n, k))
