@@ -83,6 +83,7 @@ def test_equal_errors_in_two_pages_rarely_cancel(seed: int, monkeypatch: pytest.
     error = np.array([5, 5], np.uint64)
     missed = [not fingerprint(error, 0, 2, one).any() for one in range(seed, seed + 2000)]
     assert 0 < sum(missed) < 40
+    assert Fingerprints(0, 5000, (seed, 1), contract.get_kernels("cpu"))._weights.all(), "no page is left out"
 
 
 # --- the pace -------------------------------------------------------------------------------------
