@@ -90,7 +90,7 @@ def work(line: Line, order: Order) -> None:
 
 
 def _shift(verifier: Verifier, steps: int, seconds: float) -> None:
-    """Makes the last comparison, and the next one, later by so many steps and seconds."""
+    """Makes the last comparison, and the next one, later by a number of steps and seconds."""
     verifier._ended_s += seconds
     if verifier._pace is not None:
         verifier._pace._last += steps

@@ -92,7 +92,7 @@ def test_equal_errors_in_two_pages_rarely_cancel(seed: int, monkeypatch: pytest.
 def comparisons(
     pace: Pace, total: int, steps: int, step_s: float, word_s: float, fixed_s: float = 0.0
 ) -> Iterator[tuple[int, int, float]]:
-    """(step, words, cost) of the comparisons in so many steps, whose words cost this much."""
+    """(step, words, cost) of the comparisons in a number of steps, whose words cost this much."""
     last, done = 0, 0
     while pace.due <= steps:
         step = pace.due
