@@ -56,6 +56,7 @@ _PARTS = (
     "dense",
     "rank_state",
 )  # parts of a rank's memory; dense state is in two slots
+_NOT_OF_THE_SCRIPT = (os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib"), "<")
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -434,8 +435,7 @@ def _is_of(module: str, packages: Iterable[str]) -> bool:
 
 def is_of_the_script(path: str) -> bool:
     """Whether a source file is the script's own: not Python's, ecemb's or another installed package's."""
-    libraries = (os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib"), "<")
-    return not path.startswith(libraries) and "site-packages" not in path
+    return not path.startswith(_NOT_OF_THE_SCRIPT) and "site-packages" not in path
 
 
 def _named(frame: FrameType | None) -> Iterator[tuple[str, object]]:

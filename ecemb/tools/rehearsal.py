@@ -265,12 +265,12 @@ def _state_of(one: Any) -> dict[str, Any]:
 
 
 def _generators() -> dict[str, Any]:
-    with np.printoptions(threshold=sys.maxsize):
-        found: dict[str, Any] = {
-            "torch": torch.get_rng_state(),
-            "numpy": _hash(repr(np.random.get_state()).encode()),
-            "python": _hash(repr(random.getstate()).encode()),
-        }
+    _, words, *others = np.random.get_state()
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": _hash(np.asarray(words).tobytes() + repr(others).encode()),
+        "python": _hash(repr(random.getstate()).encode()),
+    }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()
     return found
