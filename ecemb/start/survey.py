@@ -411,7 +411,7 @@ def _inside(one: Any) -> Iterator[tuple[str, object]]:
     """(suffix of the name, object) of the items and attributes of an object."""
     if isinstance(one, dict):
         if len(one) <= _MOST_ITEMS:
-            yield from ((f"[{key!r}]", item) for key, item in list(one.items()))
+            yield from ((f"[{_key(key)}]", item) for key, item in list(one.items()))
     elif isinstance(one, (list, tuple, set, frozenset)):
         if len(one) <= _MOST_ITEMS:
             yield from ((f"[{i}]", item) for i, item in enumerate(list(one)))
@@ -421,6 +421,11 @@ def _inside(one: Any) -> Iterator[tuple[str, object]]:
             yield from ((f".{key}", item) for key, item in vars(one).items() if not key.startswith("_"))
     elif hasattr(one, "__dict__") and not _of_a_library(one):
         yield from ((f".{key}", item) for key, item in list(vars(one).items()))
+
+
+def _key(key: object) -> str:
+    """A key of a dictionary as text: a tensor, as in an optimizer's state, by its class."""
+    return type(key).__name__ if isinstance(key, torch.Tensor) else repr(key)
 
 
 def _of_a_library(one: object) -> bool:

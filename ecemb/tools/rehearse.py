@@ -10,16 +10,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ twice with processes killed whose memory is lost; one of each two with window=4.
 Runs begin at step 0; memory and checkpoints of the job itself aren't touched; guard.save() writes nothing.
 Whatever else the script writes, it writes. The exit code is 0 if all runs leave the same bits in each step.
 """
+_AGENT = "torch.distributed.run"
 _WINDOW = 4
 _RESTARTS = 8
 _LEAST_STEPS = 6
@@ -208,6 +211,9 @@ class Rehearsal:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options, self._folder = options, folder
+        self._id = f"rehearsal-{secrets.token_hex(4)}"  # of all runs: one fork server has their ranks
+        self._processes = multiprocessing.get_context("forkserver")
+        self._processes.set_forkserver_preload([_AGENT])  # imported once, for the agents of all runs
         self._runs = 0
         self._plain = Outcome("", {})
         self._varying: set[str] = set()  # names of values that differ in undisturbed runs
@@ -306,28 +312,27 @@ class Rehearsal:
         name = f"rehearsal-{secrets.token_hex(4)}"
         plan = Run(name, self._options.steps, window, tuple(deaths), line)
         (folder / "run.json").write_text(json.dumps(dataclasses.asdict(plan)))
-        with open(folder / "log", "wb") as log:
-            process = subprocess.Popen(
-                self._command(folder, _RESTARTS if deaths else 0),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code = _wait(process, folder)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                _remove_arenas(folder)
+        words = self._words(folder, _RESTARTS if deaths else 0)
+        process = self._processes.Process(target=_agent, args=(words, str(folder / "log")))
+        process.start()
+        try:
+            code = _wait(process, folder)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.kill()  # it may lead no session yet
+            process.join()
+            _remove_arenas(folder)
         outcome = _outcome(folder, code)
         outcome.seconds = time.monotonic() - began
         print(f" {counted(outcome.steps, 'step')}, {outcome.seconds:.0f} s", flush=True)
         return outcome
 
-    def _command(self, folder: Path, restarts: int) -> list[str]:
+    def _words(self, folder: Path, restarts: int) -> list[str]:
+        """The command line of torchrun."""
         options, script = self._options, str(self._options.script)
-        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
+        agent = ["--monitor-interval", "0.1"]
+        agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", self._id]
         agent += ["--nproc-per-node", str(options.ranks), "--max-restarts", str(restarts)]
         worker = ["--no-python", sys.executable, "-m", "ecemb", "run"]
         if imported := imported_by(script):
@@ -335,10 +340,19 @@ class Rehearsal:
         return [*agent, *worker, "-m", "ecemb.tools.rehearsal", str(folder), script, *options.arguments]
 
 
-def _wait(process: subprocess.Popen[bytes], folder: Path) -> int | None:
+def _agent(words: list[str], log: str) -> None:
+    """Becomes torchrun's agent, in a session of its own."""
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for output in (1, 2):
+        os.dup2(descriptor, output)
+    importlib.import_module(_AGENT).main(words)
+
+
+def _wait(process: BaseProcess, folder: Path) -> int | None:
     """Waits for the end of a run; returns its exit code, or None if no rank made a step for long."""
     size, last = -1, time.monotonic()
-    while (code := process.poll()) is None:
+    while (code := process.exitcode) is None:
         now = sum(path.stat().st_size for path in folder.glob("rank-*.jsonl"))
         if now != size:
             size, last = now, time.monotonic()

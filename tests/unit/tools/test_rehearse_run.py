@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ecemb.tools import rehearse
+from support.fork_server import fork_server
 
 SCRIPT = """
 import sys
@@ -38,6 +39,7 @@ guard.close()
 def test_a_write_past_torch_is_found_where_memory_is_lost(
     tmp_path: Path, arena_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    fork_server()  # agents come from the one that all tests use
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     parser = argparse.ArgumentParser()
