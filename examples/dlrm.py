@@ -164,7 +164,8 @@ class DLRM(nn.Module):
         self.tables = nn.ModuleList(table(name=f"category {i}") for i in range(CATEGORIES))
         self.bottom = mlp(INTEGERS, 64, dim)
         self.top = mlp(dim + CATEGORIES * (CATEGORIES + 1) // 2, 64, 1)
-        self.pairs = torch.tril_indices(CATEGORIES + 1, CATEGORIES + 1, offset=-1)
+        pairs = torch.tril_indices(CATEGORIES + 1, CATEGORIES + 1, offset=-1)
+        self.register_buffer("pairs", pairs, persistent=False)
 
     def forward(self, integers: Tensor, categories: Tensor) -> Tensor:
         """Logits [B] of clicks, from integers [B, 13] and categories [B, 26]."""

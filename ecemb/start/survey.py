@@ -32,8 +32,9 @@ from ..engines.discover import Tables
 from ..errors import ConfigurationError
 from ..memory import capacity
 from ..session import CHECKED, Session
+from ..state.data import Batches
 from ..state.metric_states import is_metric, states_of
-from ..state.rank_state import objects_of
+from ..state.rank_state import objects_of, owned_generators
 from .create import Start
 from .request import Request, Training
 
@@ -292,6 +293,10 @@ def unknown(request: Request, training: Training, *, is_thorough: bool = False) 
     for item in given:
         if isinstance(item, nn.Module):
             held.update((id(module), module) for module in item.modules())
+    for position in training.rank_state.positions:
+        if isinstance(position, Batches):
+            parts = position.source.parts
+            held.update((id(one), one) for one in (*parts, *owned_generators(parts)))
     states = {id(one.state) for one in held.values() if isinstance(one, torch.optim.Optimizer)}
     held[id(torch.default_generator)] = torch.default_generator
     reached = reachable(inspect.currentframe())
@@ -419,6 +424,9 @@ def _inside(one: Any) -> Iterator[tuple[str, object]]:
         yield from ((f".{name}", child) for name, child in one.named_children())
         if not _of_a_library(one):
             yield from ((f".{key}", item) for key, item in vars(one).items() if not key.startswith("_"))
+    elif isinstance(one, torch.utils.data.DataLoader):  # its own generator seeds its workers alone
+        parts = [(key, item) for key, item in vars(one).items() if key != "generator" and key[0] != "_"]
+        yield from ((f".{key}", item) for key, item in parts)
     elif hasattr(one, "__dict__") and not _of_a_library(one):
         yield from ((f".{key}", item) for key, item in list(vars(one).items()))
 

@@ -103,6 +103,7 @@ class _Rank:
                 options["window"] = self._run.window
             self._arguments = signature.bind(*arguments, **options).arguments
             guard = protect(*arguments, **options)
+            self._losses = hashlib.blake2b(digest_size=8)  # a restart differentiates something of its own
             if guard.stats()["next_step"] == 0:  # guard.next_step would note that it was read
                 self._record(-1, END, inspect.currentframe())
             return guard

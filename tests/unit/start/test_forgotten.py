@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,25 @@ class EveryThird(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.calls += 1
         super().step()
+
+
+class Stream:
+    """Batches that know their position."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < 3:
+            self.next += 1
+            yield self.next
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
 
 
 class Said(logging.Handler):
@@ -101,8 +121,12 @@ def give_all(folder: Path, meet: Barrier) -> list[str]:
     script.dense = torch.optim.SGD(script.model["head"].parameters(), lr=0.1)  # type: ignore[assignment]
     schedule = StepLR(script.dense, 2)
     guard = script.protect(state={"schedule": schedule}, strict=True)
+    batches = guard.batches(Stream())
+    shuffled = guard.batches(DataLoader([1, 2], shuffle=True, generator=torch.Generator()))
+    held_out = DataLoader([1, 2], generator=torch.Generator())  # which seeds its workers
     for step in guard.steps(2):
         with step:
+            assert [next(batches), len(held_out), next(shuffled) > 0]
             script.step()
             schedule.step()
     guard.close()
@@ -128,11 +152,13 @@ def forget_positions(folder: Path, meet: Barrier) -> list[str]:
 def forget_later(folder: Path, meet: Barrier) -> None:
     script = Script(folder)
     guard = script.protect(strict=True)
-    later = StepLR(script.sparse, 2)
+    later, own = StepLR(script.sparse, 2), DataLoader([1, 2], shuffle=True, generator=torch.Generator())
     with guard.step():
         script.step()
         later.step()
-    with refused(ConfigurationError, "strict=True", "later (StepLR)", "optimizers[1].calls"), guard.step():
+        assert len(own) == 2
+    words = ("strict=True", "later (StepLR)", "own.sampler.generator (Generator)", "optimizers[1].calls")
+    with refused(ConfigurationError, *words), guard.step():
         raise AssertionError
     with refused(ConfigurationError, "strict=True"), guard.step():
         raise AssertionError

@@ -62,7 +62,7 @@ def main(momentum):
     forgotten = torch.optim.Adam(critic.parameters())
     counters = {"seen": Counter()}
     dice = random.Random(3)
-    loader = DataLoader(range(4), generator=torch.Generator())
+    loader = DataLoader(range(4), shuffle=True, generator=torch.Generator())
     accuracy, inner = MeanMetric(), nn.Sequential(nn.Identity())
     several = MetricCollection({"one": MeanMetric()})
     running, same, weighted = Running(torch.ones(2)), Running(model.mean), nn.CrossEntropyLoss(torch.ones(2))
@@ -107,7 +107,7 @@ def test_a_survey_names_all_that_a_script_has(arena_dir: Path, tmp_path: Path) -
         "forgotten": "Adam",
         "counters['seen']": "Counter",
         "dice": "Random",
-        "loader.generator": "Generator",
+        "loader.sampler.generator": "Generator",
         "accuracy": "MeanMetric",
         "several": "MetricCollection",
         "running": "Running",

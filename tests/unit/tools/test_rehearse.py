@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,6 +157,18 @@ def test_digests_hold_all_that_a_step_may_change() -> None:
         act()
         assert all(one.startswith(name) for one in changed()) and changed(), name
         before = digests(arguments, [("loose", loose)])
+
+
+def test_what_protect_differentiates_is_no_loss_of_the_script(tmp_path: Path) -> None:
+    rank = rehearsal._Rank(tmp_path, Run("a", 6))
+    backward, before = rank._backward(torch.autograd.backward), rank._losses.hexdigest()
+
+    def protect(model: torch.nn.Module, code: None = None) -> Any:
+        backward(model(torch.ones(2)).sum())
+        return SimpleNamespace(stats=lambda: {"next_step": 3})
+
+    rank._protecting(protect)(torch.nn.Linear(2, 1))
+    assert rank._losses.hexdigest() == before
 
 
 @pytest.fixture
