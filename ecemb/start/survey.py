@@ -287,7 +287,7 @@ def unknown(request: Request, training: Training, *, is_thorough: bool = False) 
     held = {id(one): one for _, one in _walk(("", item) for item in (*given, *request.optimizers, *dense))}
     held.update((id(module), module) for module in request.model.modules())
     parameters = {id(one) for one in (*tables.parameters, *kept.values())}
-    parameters.update(id(one) for module in request.model.modules() for one in _buffers(module))
+    parameters.update(id(one) for module in request.model.modules() for one in buffers_of(module).values())
     for optimizer in (*request.optimizers, *dense):
         parameters.update(id(one) for group in optimizer.param_groups for one in group["params"])
     for item in given:
@@ -365,22 +365,25 @@ def _judged(
 
 
 def _judged_module(one: nn.Module, name: str, held: Collection[int], parameters: set[int]) -> str | None:
-    if any(id(tensor) not in parameters for tensor in one.parameters()):
+    if any(id(tensor) not in parameters and not tensor.is_meta for tensor in one.parameters()):
         return "its parameters begin as the script builds them: make it part of model="
     apart = [module for module in one.modules() if id(module) not in held]
     cure = f"state={{{name.rpartition('.')[2]!r}: {name}}}"
     if is_metric(one) or any(map(is_metric, apart)):
         return f"a metric begins empty, as its state_dict() is empty by default: give it in {cure}"
-    if any(id(tensor) not in parameters for module in apart for tensor in _buffers(module)):
+    if any(id(tensor) not in parameters for module in apart for tensor in buffers_of(module).values()):
         return f"its buffers begin again, as the script builds them: give it in {cure}"
     return None
 
 
-def _buffers(module: nn.Module) -> list[torch.Tensor]:
-    """A module's own buffers; empty for torch's losses, whose buffers are weights that the script passes."""
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own buffers, by name.
+
+    None of libraries for tables; none of torch's losses, whose buffers are weights that the script passes.
+    """
     if _is_of(type(module).__module__, (*_LIBRARIES, "torch.nn.modules.loss")):
-        return []
-    return [tensor for tensor in vars(module)["_buffers"].values() if tensor is not None]
+        return {}
+    return {name: tensor for name, tensor in vars(module)["_buffers"].items() if tensor is not None}
 
 
 def _loose_tensors(model: nn.Module, tables: Tables, parameters: set[int]) -> Iterator[Unknown]:

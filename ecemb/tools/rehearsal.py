@@ -34,7 +34,7 @@ from torch import nn
 from .. import guard as guards
 from .. import session as sessions
 from ..engines.discover import optimizers_of
-from ..start.survey import is_of_the_script, reachable
+from ..start.survey import buffers_of, is_of_the_script, reachable
 from ..state.metric_states import is_metric, states_of
 from ..state.rank_state import objects_of
 from .rehearse import BEGIN, END, KINDS, Run, kind_of
@@ -234,13 +234,23 @@ def digests(
     state = objects_of(arguments.get("state"))
     known = {id(one) for one in (*model.modules(), *optimizers, *state.values())}
     found: dict[str, Callable[[], Any]] = {
-        "model": lambda: {**dict(model.named_buffers()), **model.state_dict()},
+        "model": lambda: {
+            **{f"{path}.{name}".lstrip("."): buffer for path, name, buffer in _buffers(model)},
+            **model.state_dict(),
+        },
         "optimizers": lambda: dict(enumerate(map(_state_of, optimizers))),
         "state": lambda: {key: _state_of(one) for key, one in state.items()},
         "generators": _generators,
         "object": lambda: {name: _state_of(one) for name, one in objects if _has_state(one, known)},
     }
     return dict(_flat("", {name: found[name]() for name in KINDS if name in found and kind in (None, name)}))
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(path of the module, name, tensor) of buffers that are not a library's own."""
+    for path, module in model.named_modules():
+        for name, buffer in buffers_of(module).items():
+            yield path, name, buffer
 
 
 def _has_state(one: object, known: set[int]) -> bool:
@@ -290,8 +300,10 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
             yield from _flat(f"{name}[{i}]", item)
-    elif isinstance(value, (torch.Tensor, np.ndarray)):
-        yield name, _digest(torch.as_tensor(value, device="cpu", dtype=None))
+    elif isinstance(value, torch.Tensor):
+        yield name, _digest(value)
+    elif isinstance(value, np.ndarray):
+        yield name, _digest(torch.as_tensor(value, device="cpu"))
     elif type(value) in (bool, int, float, str, type(None)):
         yield name, repr(value)[:40]
 
@@ -301,6 +313,8 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
+    if tensor.is_meta:  # as in modules that TorchRec has replaced: it has no values
+        return b""
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 

@@ -68,7 +68,7 @@ def main(momentum):
     running, same, weighted = Running(torch.ones(2)), Running(model.mean), nn.CrossEntropyLoss(torch.ones(2))
     state = {"held": Holder(held), "twin": Holder(held), "seen": MetricCollection({"one": MeanMetric()})}
     averaged, head, mine = state["seen"], model.head, model.loss
-    parallel = nn.parallel.DistributedDataParallel(model.head)
+    parallel, replaced = nn.parallel.DistributedDataParallel(model.head), nn.Linear(2, 1, device="meta")
     ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(2, 1), state=state)
     raise SystemExit("it trains")
 

@@ -129,6 +129,8 @@ class Mean(torch.nn.Module):
 @pytest.mark.usefixtures("kept_generators")
 def test_digests_hold_all_that_a_step_may_change() -> None:
     model = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 1), "norm": torch.nn.BatchNorm1d(2)})
+    model.register_buffer("empty", torch.ones(2, device="meta"))
+    model["library"] = type("Module", (torch.nn.Module,), {"__module__": "torchrec.modules"})()
     optimizer = Counting(model.parameters(), lr=0.1)
     schedule, loose = (torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2))
     metric = Mean()
@@ -144,6 +146,7 @@ def test_digests_hold_all_that_a_step_may_change() -> None:
         return {name.partition("[")[0].partition(", ")[0] for name in names}
 
     metric._computed += 1  # is computed again
+    model["library"].register_buffer("order", torch.ones(2), persistent=False)  # as in a first forward
     assert changed() == set()
     for act, name in (
         (lambda: model["norm"](torch.ones(3, 2)), "model.norm."),
