@@ -241,7 +241,7 @@ def digests(
         "optimizers": lambda: dict(enumerate(map(_state_of, optimizers))),
         "state": lambda: {key: _state_of(one) for key, one in state.items()},
         "generators": _generators,
-        "object": lambda: {name: _state_of(one) for name, one in objects if _has_state(one, known)},
+        "object": lambda: {name: _state_of(one) for name, one in _with_state(objects, known)},
     }
     return dict(_flat("", {name: found[name]() for name in KINDS if name in found and kind in (None, name)}))
 
@@ -253,10 +253,20 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
             yield path, name, buffer
 
 
+def _with_state(objects: Sequence[tuple[str, object]], known: set[int]) -> Iterator[tuple[str, object]]:
+    """The objects that count; of a module and its submodules, the module."""
+    for name, one in objects:
+        if _has_state(one, known):
+            yield name, one
+            known.update(map(id, one.modules() if isinstance(one, nn.Module) else ()))
+
+
 def _has_state(one: object, known: set[int]) -> bool:
     """Whether an object of the script counts: it has a state_dict(), and is no loader nor ecemb's."""
     kind = type(one)
-    if id(one) in known or not hasattr(kind, "state_dict") or hasattr(kind, "__iter__"):
+    if id(one) in known or not hasattr(kind, "state_dict"):
+        return False
+    if hasattr(kind, "__iter__") and not isinstance(one, nn.Module):
         return False
     return not isinstance(one, torch.utils.data.DataLoader) and not kind.__module__.startswith("ecemb")
 

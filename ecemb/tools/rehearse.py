@@ -284,8 +284,10 @@ class Rehearsal:
         if difference is None:
             return
         (step, when), names = difference.place, list(difference.names.items())
+        firsts = {tuple(name.split(".")[:2]): name for name, _ in reversed(names)}.values()  # of each object
         place = f"step {step} {'begins' if when == BEGIN else 'ends'}" if step >= 0 else "protect() returns"
         print(f"  DIFFERENT when {place}:")
+        names.sort(key=lambda one: one[0] not in firsts)
         for name, ranks in names[:_SHOWN]:
             print(f"    {name} (rank {', '.join(map(str, sorted(set(ranks))))})")
         if len(names) > _SHOWN:

@@ -174,6 +174,23 @@ def test_what_protect_differentiates_is_no_loss_of_the_script(tmp_path: Path) ->
     assert rank._losses.hexdigest() == before
 
 
+@pytest.mark.usefixtures("kept_generators")
+def test_a_module_is_recorded_once_with_its_submodules() -> None:
+    average = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    arguments = {"model": torch.nn.Linear(1, 1)}
+    names = digests(arguments, [("average", average), ("average.0", average[0])], "object")
+    assert list(names) == [f"object.average.state_dict().0.{name}" for name in ("weight", "bias")]
+
+
+def test_each_object_that_differs_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {f"object.{owner}.{i}": [0] for owner in ("average", "metric", "schedule") for i in range(9)}
+    shown = rehearse.Rehearsal(argparse.Namespace(), tmp_path)
+    shown._show(rehearse.Difference((4, "begin"), names))
+    said = capsys.readouterr().out
+    assert [f"object.{owner}.0 (" in said for owner in ("average", "metric", "schedule")] == [True] * 3
+    assert "and 21 more" in said
+
+
 @pytest.fixture
 def own_trace() -> Iterator[None]:
     """Leaves the tracing function as it was."""
