@@ -61,6 +61,7 @@ class _Rank:
         self._folder, self._run = folder, run
         self._losses = hashlib.blake2b(digest_size=8)
         self._records: TextIO | None = None
+        self._place = 0  # of the last record
         self._arguments: dict[str, Any] = {}
 
     def install(self) -> None:
@@ -115,9 +116,13 @@ class _Rank:
         def rehearsed(guard: guards.Guard, step: Any) -> Generator[None]:
             script, number = inspect.currentframe(), guard.stats()["next_step"]
             with run(guard, step):
-                self._record(number, BEGIN, script)
                 self._die_at(number, BEGIN)
-                yield
+                self._record(number, BEGIN, script)
+                try:
+                    yield
+                except StopIteration:  # the step has not begun
+                    self._forget()
+                    raise
                 self._die_at(number, END)
             self._record(number, END, script)
             if number + 1 >= self._run.steps:
@@ -143,11 +148,18 @@ class _Rank:
         if when == END:
             state["loss"] = self._losses.hexdigest()
             self._losses = hashlib.blake2b(digest_size=8)
+        self._place = self._records.tell()
         self._records.write(json.dumps([number, when, state]) + "\n")
         self._records.flush()
         wanted = self._run.line
         if wanted is not None and (number + 1, when, dist.get_rank()) == (wanted.step, END, wanted.rank):
             _Lines(self._folder / "line", lambda: self._digest(wanted.name), state.get(wanted.name)).begin()
+
+    def _forget(self) -> None:
+        """Takes the last record back."""
+        if self._records is not None:
+            self._records.truncate(self._place)
+            self._records.seek(self._place)
 
     def _digest(self, name: str) -> str | None:
         objects = reachable(inspect.currentframe()) if kind_of(name) == "object" else []

@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,6 +190,23 @@ def test_each_object_that_differs_is_shown(tmp_path: Path, capsys: pytest.Captur
     said = capsys.readouterr().out
     assert [f"object.{owner}.0 (" in said for owner in ("average", "metric", "schedule")] == [True] * 3
     assert "and 21 more" in said
+
+
+def test_a_step_that_ends_with_the_data_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal.dist, "get_rank", lambda: 0)
+    rank = rehearsal._Rank(tmp_path, Run("a", 6))
+    rank._arguments = {"model": torch.nn.Linear(1, 1)}
+    step, guard = rank._stepping(lambda _: nullcontext()), SimpleNamespace(stats=lambda: {"next_step": 3})
+    with pytest.raises(StopIteration), step(guard):  # type: ignore[arg-type]
+        raise StopIteration
+    with step(guard):  # type: ignore[arg-type]
+        pass
+    assert rank._records is not None
+    rank._records.close()
+    record = rehearse.record_of((tmp_path / "rank-0.jsonl").read_text())
+    assert [place for place, _ in record] == [(3, "begin"), (3, "end")]
 
 
 @pytest.fixture
