@@ -44,7 +44,12 @@ SCRIPTS = {  # arguments, the steps that rank 1 dies in, what it imports
     ),
     # 5 batches of an epoch, 2 of a step: steps 3 and 6 are the first ones of their epochs
     "lightning_bags": ("--epochs 3 --lines 38 --rows 50 --batch 4", [3, 4, 6, 7], "pytorch_lightning"),
+    "golden_training": ("--steps 6 --rows 5000 --batch 8", [3], "torchrec.distributed.train_pipeline"),
+    # step 4 is the first one of its epoch
+    "two_tower": ("--steps 6 --rows 5000 --lines 32 --batch 8", [4], "torchrec.distributed"),
 }
+MARKED = ("golden_training", "two_tower")
+MOST_LINES, MOST_MARKS = 120, 12
 
 
 def nest(pipe: Connection, modules: Sequence[str]) -> None:
@@ -156,6 +161,15 @@ def test_a_killed_example_ends_as_one_that_is_left_alone(name: str, lives: Lives
                 if one.header is not None and one.header.constants.rank == 1:
                     one.path.unlink()
     assert not list(arenas(tmp_path))
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_the_lines_for_ecemb_are_marked_and_few(name: str) -> None:
+    _, _, code = (ROOT / "examples" / f"{name}.py").read_text().split('"""', 2)
+    lines = code.splitlines()
+    marked = [line for line in lines if "  # ecemb" in line]
+    assert [line for line in lines if ("ecemb" in line or "guard" in line) and line not in marked] == []
+    assert len(marked) <= MOST_MARKS and len(lines) <= MOST_LINES
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
