@@ -325,7 +325,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, torch.Tensor):
         yield name, _digest(value)
     elif isinstance(value, np.ndarray):
-        yield name, _digest(torch.as_tensor(value, device="cpu"))
+        yield name, _digest(torch.as_tensor(value, device="cpu", dtype=None))
     elif type(value) in (bool, int, float, str, type(None)):
         yield name, repr(value)[:40]
 

@@ -1,4 +1,4 @@
-"""Scripts that lose something after a failure are named before they do; mended as told, they lose nothing.
+"""Scripts that lose something after a failure are named before they do; mended, they lose nothing.
 
 Each script runs undisturbed, and with all processes ended in front of a step and a rank's memory lost. The
 digests of both runs, step by step, say where it goes wrong, and ecemb must have named it before. All scripts
