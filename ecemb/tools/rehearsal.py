@@ -247,7 +247,11 @@ def digests(
     known = {id(one) for one in (*model.modules(), *optimizers, *state.values())}
     found: dict[str, Callable[[], Any]] = {
         "model": lambda: {
-            **{f"{path}.{name}".lstrip("."): buffer for path, name, buffer in _buffers(model)},
+            **{
+                f"{path}.{name}".lstrip("."): buffer
+                for path, module in model.named_modules()
+                for name, buffer in buffers_of(module).items()
+            },
             **model.state_dict(),
         },
         "optimizers": lambda: dict(enumerate(map(_state_of, optimizers))),
@@ -256,13 +260,6 @@ def digests(
         "object": lambda: {name: _state_of(one) for name, one in _with_state(objects, known)},
     }
     return dict(_flat("", {name: found[name]() for name in KINDS if name in found and kind in (None, name)}))
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(path of the module, name, tensor) of buffers that are not a library's own."""
-    for path, module in model.named_modules():
-        for name, buffer in buffers_of(module).items():
-            yield path, name, buffer
 
 
 def _with_state(objects: Sequence[tuple[str, object]], known: set[int]) -> Iterator[tuple[str, object]]:
