@@ -198,10 +198,10 @@ def test_a_step_that_ends_with_the_data_is_not_recorded(
     monkeypatch.setattr(rehearsal.dist, "get_rank", lambda: 0)
     rank = rehearsal._Rank(tmp_path, Run("a", 6))
     rank._arguments = {"model": torch.nn.Linear(1, 1)}
-    step, guard = rank._stepping(lambda _: nullcontext()), SimpleNamespace(stats=lambda: {"next_step": 3})
-    with pytest.raises(StopIteration), step(guard):  # type: ignore[arg-type]
+    run, guard = rank._stepping(lambda *_: nullcontext()), SimpleNamespace(stats=lambda: {"next_step": 3})
+    with pytest.raises(StopIteration), run(guard, None):  # type: ignore[arg-type]
         raise StopIteration
-    with step(guard):  # type: ignore[arg-type]
+    with run(guard, None):  # type: ignore[arg-type]
         pass
     assert rank._records is not None
     rank._records.close()
