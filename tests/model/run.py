@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 
 from .background_table import BACKGROUND, BACKGROUND_FULL, BACKGROUND_QUICK
@@ -91,6 +92,45 @@ def report(config: Searched, result: Result) -> str:
     return f"{config}: {result.states:,} states, {result.seconds:.0f} s: {verdict}"
 
 
+COUNTED = {
+    "crashes": ("crash", "crashes"),
+    "losses": ("loss", "losses"),
+    "cuts": ("host cut off", "hosts cut off"),
+    "aborts": ("abort", "aborts"),
+    "relaunches": ("new store", "new stores"),
+    "fails": ("exception", "exceptions"),
+    "shortages": ("journal full", "journals full"),
+    "choices": ("smaller window", "smaller windows"),
+    "resumes": ("resume", "resumes"),
+    "tombstones": ("tombstone", "tombstones"),
+    "formats": ("other format", "other formats"),
+}
+
+
+def searched(config: Searched, states: int) -> str:
+    """The line of a search that found nothing wrong, in the tables of docs/protocol.md."""
+    text = re.sub(
+        r"^moves between (.*), (.*): from N=(\d+), \d steps", r"moves between \1 and \2; from \3", str(config)
+    )
+    job: list[str] = []
+    bounds: list[str] = []
+    for part in text.split(", "):
+        number, _, what = part.partition(" ")
+        if what in COUNTED:
+            bounds.append(f"{number} {COUNTED[what][number != '1']}")
+        elif part == "clocks apart":
+            bounds.append(part)
+        elif part == "saves":
+            job.append("a `save` after step 1")
+        elif part in ("fresh", "fresh start"):
+            job.append("from the fresh start")
+        elif part != "close":
+            job.append(re.sub("^1 (step|request)s", r"1 \1", part).replace("; from", ", from"))
+    if "close" in text.split(", "):
+        job[-1] += " to the close"
+    return f"| {', '.join(job)} | {', '.join(bounds)} | {states:,} | fine |"
+
+
 def explain(entry: Entry) -> bool:
     """Prints the counterexample of a rule; whether it is as expected."""
     result = entry.search()
@@ -111,12 +151,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--table", action="store_true", help="print the tables of rules in docs/protocol.md only"
     )
+    parser.add_argument(
+        "--searched", action="store_true", help="print the tables of searches in docs/protocol.md only"
+    )
     parser.add_argument("--quick", action="store_true", help="search only what `make test` searches")
     args = parser.parse_args(arguments)
     if args.table:
         for entries in TABLES:
             for line in table(entries):
                 print(line, flush=True)
+        return 0
+    if args.searched:
+        for config in ALL_QUICK if args.quick else ALL_FULL:
+            print(searched(config, search(config).states), flush=True)
         return 0
     fine = True
     if args.rule is None:

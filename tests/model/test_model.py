@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from model.rules import ALL, Config, Rules
-from model.run import ALL_ENTRIES, ALL_QUICK, TABLES
+from model.run import ALL_ENTRIES, ALL_FULL, ALL_QUICK, TABLES, searched
 from model.search import Searched, search
 from model.table import Entry
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = (ROOT / "docs" / "protocol.md").read_text().splitlines()
 FEW_STATES = 65_000
 FURTHER = {
     "old_join_the_move",
@@ -32,6 +33,7 @@ SHOWN = [entry for entry in ALL_ENTRIES if entry.rule not in FURTHER]
 def test_the_protocol_holds(config: Searched) -> None:
     result = search(config)
     assert result.complete, "\n".join(result.trace)
+    assert searched(config, result.states) in DOCUMENT, "python tests/model --searched prints the lines"
 
 
 @pytest.mark.slow
@@ -53,8 +55,13 @@ def test_every_rule_is_in_a_table() -> None:
     assert len(SHOWN) + len(FURTHER) == len(ALL_ENTRIES)
 
 
+def test_the_document_has_every_search() -> None:
+    lines = [line.rsplit("|", 3)[0] for line in DOCUMENT if line.endswith("| fine |")]
+    assert sorted(lines) == sorted(searched(config, 0).rsplit("|", 3)[0] for config in ALL_FULL)
+
+
 def test_the_document_has_the_tables() -> None:
-    lines = (ROOT / "docs" / "protocol.md").read_text().splitlines()
+    lines = DOCUMENT
     shown = [
         line for line in lines if line.startswith("| `") and line.split("`")[1] in Rules.__dataclass_fields__
     ]
