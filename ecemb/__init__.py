@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .checkpoint.interface import CheckpointReader, CheckpointWriter
     from .coding.code import Code
     from .engines.discover import tables
-    from .engines.sparse import register_optimizer
     from .guard import Guard, Step, protect
     from .recovery.execute import RecoveryReport
     from .recovery.scrub import ScrubReport
@@ -37,7 +36,6 @@ __all__ = [
     "init_process_group",
     "nn",
     "protect",
-    "register_optimizer",
     "tables",
 ]
 
@@ -57,7 +55,6 @@ _HOME = {
     "init_process_group": "session",
     "nn": "nn",
     "protect": "guard",
-    "register_optimizer": "engines.sparse",
     "tables": "engines.discover",
 }
 

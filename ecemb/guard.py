@@ -667,8 +667,8 @@ def protect(
             in TorchRec's DistributedModelParallel, or dense parts alone in DistributedDataParallel.
         optimizers: all optimizers of the training, or the only one; those of dense parameters are the same on
             every rank, with the same options. Tables need torch.optim.SGD, Adagrad or SparseAdam, or a class
-            given to `ecemb.register_optimizer` (TorchRec's: its fused SGD, row-wise Adagrad or Adagrad).
-            TorchRec's combined optimizers are taken apart.
+            with `ecemb_row_state`, see docs/guides/by-hand.md (TorchRec's: its fused SGD, row-wise Adagrad or
+            Adagrad). TorchRec's combined optimizers are taken apart.
         tables: further tables, sharded by hand: nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)
             by a key of your choice. Ranks need not hold the same ones. Of another module, name the parameter:
             that is your word that only sparse gradients change it.

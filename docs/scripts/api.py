@@ -28,7 +28,6 @@ PARTS = {
         "ecemb.nn.ShardedEmbeddingBag",
         "ecemb.nn.ShardedEmbedding",
         "ecemb.tables",
-        "ecemb.register_optimizer",
         "ecemb.engines.discover.LiveTable",
     ],
     "Watching": [

@@ -34,7 +34,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..coding.rows import Column, Table, TableLayout
 from ..errors import (
-    ConfigurationError,
     LayoutMismatch,
     UndeclaredWrite,
     UnsupportedOptimizer,
@@ -91,7 +90,7 @@ class SparseTable(EngineTable, Unit):
             if found.device.type == ("cpu" if device == "meta" else device):
                 return found
         raise UnsupportedOptimizer(
-            f"{type(self.optimizer).__name__} was registered with row_state {list(self.states)}, and holds "
+            f"{type(self.optimizer).__name__}.{ROW_STATE} is {self.states}, and the optimizer holds "
             f"no tensor {name!r} with {len(self.weight)} rows on the device of table {table!r} before the "
             f"first step: create it before ecemb.protect(), or leave the name out"
         )
@@ -403,34 +402,10 @@ _KNOWN: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.Adagrad: ("sum",),
     torch.optim.SparseAdam: ("exp_avg", "exp_avg_sq"),
 }
-_registered: dict[type[Optimizer], tuple[str, ...]] = {}
-
-
-def register_optimizer(kind: type[Optimizer], row_state: Sequence[str] = ()) -> None:
-    """Declares that a class of optimizers changes only the rows that a sparse gradient names.
-
-    ecemb takes your word for it: `python -m ecemb rehearse` and `guard.scrub()` show whether it is true. Call
-    it in the script, at each start, before `ecemb.protect`.
-
-    Args:
-        kind: the class, which `register_step_pre_hook` of torch.optim.Optimizer reaches; not its subclasses.
-        row_state: names of what it keeps of each row in `optimizer.state[weight]`: tensors [rows, ...], on
-            the table's device (of a table on "meta": on the CPU), that exist when `ecemb.protect` is called
-            and are written in place. What else is in there is small, and is kept with the rank's state.
-
-    Raises:
-        ConfigurationError: `kind` is no such class, or one that ecemb knows.
-    """
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind in _KNOWN:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigurationError(
-            f"ecemb.register_optimizer() takes a subclass of torch.optim.Optimizer that ecemb doesn't know; "
-            f"it got {kind!r}"
-        )
-    if isinstance(row_state, str) or not all(isinstance(name, str) for name in row_state):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigurationError(
-            f"row_state= of ecemb.register_optimizer() takes names, e.g. ['momentum']; it is {row_state!r}"
-        )
-    _registered[kind] = tuple(row_state)
+ROW_STATE = "ecemb_row_state"
+"""Attribute by which another class of optimizers says that it changes only the rows in a sparse gradient: the
+names of what it keeps of each row in `optimizer.state[weight]`, tensors [rows, ...] on the table's device (of
+a table on "meta": on the CPU) that exist when `ecemb.protect` is called, and are written in place."""
 
 
 class RowsOf(nn.Module):
@@ -525,15 +500,23 @@ def states_of(name: str, optimizer: Optimizer) -> tuple[str, ...]:
     Raises:
         UnsupportedOptimizer: the optimizer may change rows that a sparse gradient doesn't name.
     """
-    states = _KNOWN | _registered
-    if type(optimizer) not in states:
-        known = ", ".join(kind.__name__ for kind in _KNOWN)
+    kind = type(optimizer)
+    if kind in _KNOWN:
+        return _KNOWN[kind]
+    given: object = vars(kind).get(ROW_STATE)  # a subclass has to say so itself
+    if isinstance(given, (list, tuple)) and all(isinstance(one, str) for one in given):  # pyright: ignore[reportUnknownVariableType]
+        return tuple(given)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if given is not None:
         raise UnsupportedOptimizer(
-            f"table {name!r} is updated by {type(optimizer).__name__}, and ecemb doesn't know that it "
-            f"changes only the rows in a sparse gradient: use one of {known}, or, if it does, call "
-            f"ecemb.register_optimizer({type(optimizer).__name__})"
+            f"{kind.__name__}.{ROW_STATE} is a tuple of names, of what it keeps of each row; it is {given!r}"
         )
-    return states[type(optimizer)]
+    known = ", ".join(one.__name__ for one in _KNOWN)
+    raise UnsupportedOptimizer(
+        f"table {name!r} is updated by {kind.__name__}, and ecemb doesn't know that it changes only the rows "
+        f"in a sparse gradient: use one of {known}; or, if it does, say so: "
+        f"{kind.__name__}.{ROW_STATE} = (...), the names of what it keeps of each row in "
+        f"optimizer.state[weight]"
+    )
 
 
 def owners_of(optimizers: Iterable[Optimizer]) -> dict[int, Optimizer]:

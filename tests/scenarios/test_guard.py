@@ -345,7 +345,6 @@ def train_at_the_scripts_word(folder: Path, meet: Barrier, deaths: dict[int, int
     initialise(folder)
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    ecemb.register_optimizer(RowWise, ["moment"])
     model = Quotients()
     optimizer = RowWise(model.parameters())
     tables = {f"{name}{rank}": one for name, one in model.named_parameters()}

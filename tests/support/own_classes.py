@@ -11,6 +11,8 @@ from torch import nn
 class RowWise(torch.optim.Optimizer):
     """Adagrad with one number a row, as recommendation models have it: a class that ecemb doesn't know."""
 
+    ecemb_row_state = ("moment",)
+
     def __init__(self, parameters: Any, lr: float = 0.5) -> None:
         super().__init__(parameters, {"lr": lr, "weight_decay": 0.1})
         for group in self.param_groups:

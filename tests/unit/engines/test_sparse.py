@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,12 +23,10 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ecemb
 from ecemb.coding.rows import Column, TableLayout
-from ecemb.engines import sparse
 from ecemb.engines.contract import Hooks, Tied
 from ecemb.engines.discover import Tables, modules_of
 from ecemb.engines.sparse import SparseTables
 from ecemb.errors import (
-    ConfigurationError,
     LayoutMismatch,
     UndeclaredWrite,
     UnsupportedOptimizer,
@@ -486,46 +483,41 @@ def test_one_parameter_in_two_optimizers(kinds: tuple[str, str]) -> None:
 
 
 def test_a_class_is_protected_at_the_callers_word() -> None:
-    """Of optimizers, once it is registered; of tables, where a parameter is named."""
+    """Of optimizers, if it says so itself; of tables, where a parameter is named."""
     table = Quotients()
     weights = {"quotient": table.quotient, "remainder": table.remainder}
-    optimizer = RowWise(weights.values())
-    modules = modules_of(weights)
-    with refused(UnsupportedOptimizer, "'quotient'", "RowWise", "ecemb.register_optimizer(RowWise)"):
-        SparseTables(modules, [optimizer])
-    with mock.patch.dict(sparse._registered):
-        ecemb.register_optimizer(RowWise, ["moment"])
-        watched = Watched(modules, [optimizer])
-        assert [one.row_bytes for one in watched.tables.tables[1].layout.columns] == [4 * DIM, 4]
-        before = watched.rows(1)
-        with watched.step():
-            table(torch.tensor([1, 5, 4])).sum().backward()
-            optimizer.step()
-        assert watched.captured == [(0, [0, 1]), (1, [1, 2])]
-        assert np.flatnonzero((before != watched.rows(1)).any(1)).tolist() == [1, 2]
-        assert watched.engine.scalars() == {"quotient": {"step": 1}, "remainder": {"step": 1}}
-        assert (
-            watched.engine.tensors(1)["moment"].data_ptr()
-            == optimizer.state[table.remainder]["moment"].data_ptr()
-        )
-        again = Quotients()
-        other = RowWise([again.remainder])
-        other.state[again.remainder]["moment"] = torch.zeros(2)
-        with refused(UnsupportedOptimizer, "RowWise", "'moment'", "3 rows", "table 'r'"):
-            SparseTables(modules_of({"r": again.remainder}), [other])
+    modules, optimizer = modules_of(weights), RowWise(weights.values())
+    watched = Watched(modules, [optimizer])
+    assert [one.row_bytes for one in watched.tables.tables[1].layout.columns] == [4 * DIM, 4]
+    before = watched.rows(1)
+    with watched.step():
+        table(torch.tensor([1, 5, 4])).sum().backward()
+        optimizer.step()
+    assert watched.captured == [(0, [0, 1]), (1, [1, 2])]
+    assert np.flatnonzero((before != watched.rows(1)).any(1)).tolist() == [1, 2]
+    assert watched.engine.scalars() == {"quotient": {"step": 1}, "remainder": {"step": 1}}
+    kept = watched.engine.tensors(1)["moment"]
+    assert kept.data_ptr() == optimizer.state[table.remainder]["moment"].data_ptr()
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ([torch.optim.Adagrad], ("Adagrad", "doesn't know")),
-        ([nn.Linear], ("Linear", "a subclass of torch.optim.Optimizer")),
-        ([RowWise, "moment"], ("row_state=", "'moment'")),
-    ],
-)
-def test_what_is_no_class_to_register_is_refused(given: list[Any], words: tuple[str, ...]) -> None:
-    with refused(ConfigurationError, "ecemb.register_optimizer()", *words):
-        ecemb.register_optimizer(*given)
+def test_a_class_that_does_not_say_so_is_refused() -> None:
+    class Heir(RowWise):
+        """Its parent's word does not bind it."""
+
+    class Odd(RowWise):
+        ecemb_row_state = "moment"  # pyright: ignore[reportAssignmentType]
+
+    weight = Quotients().remainder
+    for kind, words in (
+        (Heir, ("Heir.ecemb_row_state = (...)", "'r'")),
+        (Odd, ("Odd.ecemb_row_state is", "'moment'")),
+    ):
+        with refused(UnsupportedOptimizer, *words):
+            SparseTables(modules_of({"r": weight}), [kind([weight])])
+    other = RowWise([weight])
+    other.state[weight]["moment"] = torch.zeros(2)
+    with refused(UnsupportedOptimizer, "RowWise", "'moment'", "3 rows", "table 'r'"):
+        SparseTables(modules_of({"r": weight}), [other])
 
 
 @every_optimizer
