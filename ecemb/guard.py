@@ -176,6 +176,7 @@ class Guard:
             step = Step(self._run, self._transactions, goes_back=True)
             yield step
             if not step.has_begun:
+                self._check_usable()  # as the step has found it
                 raise UsageError(
                     f"step {self._transactions.next_step} was not run: the body of a loop over guard.steps() "
                     f"runs each step that it gets, in `with step:`"

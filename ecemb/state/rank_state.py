@@ -272,7 +272,10 @@ class RankState:
         states, cuda, scalars = self._look()
         drawn = [name for name, state in states.items() if not is_same(state, then[name])]
         how = "numbers were drawn from it, or it was seeded"
-        of_torch = f"{how}; each iter() of a DataLoader draws one: give an evaluation's its own generator="
+        of_torch = (
+            f"{how}; each iter() of a DataLoader draws one: evaluate in `with guard.evaluation():`, or give "
+            f"its loader its own generator="
+        )
         moved = {f"{name}'s random generator": of_torch if name == "torch" else how for name in drawn}
         if cuda and cuda_then and not all(map(torch.equal, cuda_then[1], cuda[1])):
             moved["a CUDA device's random generator"] = how

@@ -324,8 +324,8 @@ class Transactions:
         goes_back = bool(verdict.aborted) and transaction - self._memory.committed > 1
         if verdict.aborted:
             self._undo_all(verdict.decision, goes_back=goes_back)
-        if verdict.aborted and not goes_back:
-            self._write(transaction)
+            if not goes_back:
+                self._write(transaction)
         self._steps = 0
         self.window.agree(verdict.window)
         if not verdict.is_lacking:
@@ -504,8 +504,8 @@ class Step(ContextDecorator):
     """One step of training, as `guard.step()` and `guard.steps()` give it: `with step:`, once.
 
     Attributes:
-        aborted: Whether any rank aborted the step, which is undone and counts; the same on all ranks once the
-            step has ended.
+        aborted: Whether any rank aborted the step, so that it was undone on all ranks, and has ended; the
+            same on all of them. False for a step that runs again.
     """
 
     def __init__(

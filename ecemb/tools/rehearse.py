@@ -403,9 +403,9 @@ def _error(folder: Path) -> str:
     """Why a run failed: the first error of a script that no other rank's end explains."""
     paths = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime)
     notes = [json.loads(path.read_text()) for path in paths]
-    own = [note["text"] for note in notes if note["error"] not in ("PeerFailure", "StepFailed")]
-    if own or notes:
-        return [*own, *(note["text"] for note in notes)][0]
+    notes.sort(key=lambda note: note["error"] in ("PeerFailure", "StepFailed"))
+    if notes:
+        return notes[0]["text"]
     lines = (folder / "log").read_text(errors="replace").splitlines()
     errors = (line for line in lines if re.search(r"\w(Error|Failed|Lost)\b", line))
     return next(errors, "see its log (--keep DIR)")
@@ -479,8 +479,8 @@ _OUTSIDE = {
     "model": "write it in a step, and declare rows of a table before, with guard.touch(table, rows)",
     "optimizers": "change it in a step",
     "generators": (
-        "an evaluation draws from them, or iter(DataLoader) does: give it a generator of its own "
-        "(generator=torch.Generator()), or evaluate in a step"
+        "an evaluation draws from them, or iter(DataLoader) does: evaluate in `with guard.evaluation():`, or "
+        "give the loader a generator of its own (generator=torch.Generator())"
     ),
     "state": "change it in a step",
     "loss": "compute it in a step",
