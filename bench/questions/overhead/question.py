@@ -58,7 +58,6 @@ committed, and parity has to fit every row.
 
 from __future__ import annotations
 
-import itertools
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -198,8 +197,7 @@ def run(arguments: Arguments) -> list[Row]:
     if arguments.pairs:
         scale = replace(scale, pairs=arguments.pairs, within=math.inf)
     if arguments.setting == verification.NAME:
-        each = [of_verification(scale, arguments.engine, code, arguments.seed) for code in codes]
-        return by_metric(list(itertools.chain(*each)))
+        return by_metric(of_verification(scale, arguments.engine, codes[0], arguments.seed))
     if arguments.setting == managed_collision.NAME:
         if not arguments.quick and not arguments.pairs:
             scale = replace(scale, pairs=managed_collision.PAIRS)
@@ -221,10 +219,12 @@ def run(arguments: Arguments) -> list[Row]:
 
 def of_verification(scale: Scale, engine: str, code: Code, seed: int) -> list[Row]:
     """Measures what comparing parity with rows beside training costs, with a commit in each step."""
-    rounds = max(3, scale.pairs // 8)
+    rounds = max(3, scale.pairs // 6)
+    tables, batch = min(4, scale.tables), min(256, scale.batch)
+    setting = replace(scale, name=verification.NAME, tables=tables, dense="small", batch=batch)
     work = verification.work
-    _, answers = train(scale, engine, code, work, window=1, overlap=False, steps=rounds, seed=seed)
-    labels: dict[str, Label] = {"engine": engine, "code": f"({code.n}, {code.k})", "setting": scale.setting}
+    _, answers = train(setting, engine, code, work, window=1, overlap=False, steps=rounds, seed=seed)
+    labels: dict[str, Label] = {"engine": engine, "code": f"({code.n}, {code.k})", "setting": setting.setting}
     return verification.rows_of(answers, labels)
 
 

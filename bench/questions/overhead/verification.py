@@ -1,15 +1,18 @@
 """The setting `verification`: what it costs to compare parity with rows beside training.
 
-One guard trains in blocks of steps. In each round there is a block in which parity is compared with rows, at
-the default share, and two in which it is not, in random order; the second of these is the control. The first
-pass is over before the first round, so the share is that of all later passes.
+One guard trains in blocks of steps. In each round there is a block in which parity is compared with rows, and
+two in which it is not, in random order; the second of these is the control. The first pass is over before the
+first round, so the share is that of all later passes. In these blocks the share of training's time that
+comparisons may take is `TIMES` the default: its cost then is large enough for pairs to decide. Comparisons of
+the default are as long, and rarer by this factor. After the rounds follows one block at the default.
 
 - `verification_cpu_pct`: processor time of all ranks in the blocks with comparisons over that in those
-  without, less 1, with the 95 % interval by resampling rounds; `control` is to include 0.
+  without, less 1, divided by `TIMES`; the 95 % interval by resampling rounds; `control` is to include 0, and
+  is divided as well.
 - `verification_wall_pct`: the same for wall time of the slowest rank.
 - `verification_phase_pct`: the guard's own clock, phase "verify" of its statistics, over the wall time of the
-  blocks with comparisons; the mean over ranks. A second witness, where other load makes the pairs wide.
-- `verified_pct`: words of a pass that were compared in these blocks.
+  block at the default share; the mean over ranks. A second witness.
+- `verified_pct`: words of a pass that were compared in this block.
 """
 
 from __future__ import annotations
@@ -29,15 +32,17 @@ from bench.harness.devices import begin
 from bench.harness.ranks import Line
 from bench.harness.result import Label, Row, WrongResult, once
 from bench.questions.overhead.estimate import Strata
-from bench.workloads.models import ENGINES
+from bench.workloads.models import ENGINES, Batch
 from bench.workloads.pairs import turns
 from bench.workloads.training_rank import WARM_UP, Bare, Order, Protected, draw, protect, run
 from ecemb.recovery.verify import VERIFY_SHARE, Verifier
 
 NAME = "verification"
 COMPARED, NOT, CONTROL = METHODS = "compared", "not compared", "control"
-STEPS = 200
-"""Steps of a block, so that several comparisons are in it; their interval is some 100 steps."""
+TIMES = 10
+"""The share in the rounds over the default."""
+STEPS, AT_DEFAULT = 100, 1000
+"""Steps of a block in the rounds, and of the one at the default: several comparisons are in each."""
 DRAWN = 32
 """Batches, which take turns."""
 
@@ -54,39 +59,53 @@ def work(line: Line, order: Order) -> None:
     run(Bare(twin), batches[:WARM_UP])
     guard = protect(twin, order)
     method, never = Protected(twin, guard), guard._verifier
-    step = guard._transactions.next_step
-    verifier = Verifier(guard._memory, guard._transport, guard._scrubber, VERIFY_SHARE, step)
-    guard._verifier = verifier
-    while verifier.age_s is None:
-        run(method, batches)
+    verifier = _passed_once(method, TIMES * VERIFY_SHARE, batches)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
-    compared_s, words = guard.stats()["seconds"]["verify"], verifier.verified_words
-    size, ended = len(batches), (guard._transactions.next_step, time.perf_counter())
+    ended = guard._transactions.next_step, time.perf_counter()
     for names in turns(order.steps, METHODS, order.seed):
         for name in names:
             guard._verifier = verifier if name == COMPARED else never
             if name == COMPARED:  # other blocks' steps and time are not of its account
                 now = guard._transactions.next_step, time.perf_counter()
                 _shift(verifier, now[0] - ended[0], now[1] - ended[1])
-            dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            for number in range(STEPS):
-                method.train(batches[number % size])
-            method.end()
-            taken[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+            taken[name].append(_block(method, batches, STEPS))
             if name == COMPARED:
                 ended = guard._transactions.next_step, time.perf_counter()
-    stats, total = guard.stats(), verifier.verified_words - words
+    wrong = verifier.wrong_words
+    verifier = _passed_once(method, VERIFY_SHARE, batches)
+    compared_s, words = guard.stats()["seconds"]["verify"], verifier.verified_words
+    _, wall_s = _block(method, batches, AT_DEFAULT)
     line.send(
         {
             "blocks": taken,
-            "verify_s": stats["seconds"]["verify"] - compared_s,
-            "verified": total / verifier._total,
-            "wrong_words": verifier.wrong_words,
+            "verify_s": guard.stats()["seconds"]["verify"] - compared_s,
+            "wall_s": wall_s,
+            "verified": (verifier.verified_words - words) / verifier._total,
+            "wrong_words": wrong + verifier.wrong_words,
         }
     )
     guard.close()
     dist.destroy_process_group()
+
+
+def _passed_once(method: Protected, share: float, batches: Sequence[Batch]) -> Verifier:
+    """A verifier that the guard has now, after its first pass."""
+    guard = method.guard
+    step = guard._transactions.next_step
+    guard._verifier = Verifier(guard._memory, guard._transport, guard._scrubber, share, step)
+    while guard._verifier.age_s is None:
+        run(method, batches)
+    return guard._verifier
+
+
+def _block(method: Protected, batches: Sequence[Batch], steps: int) -> tuple[float, float]:
+    """Trains a number of steps; their processor time in this process, and wall time, in seconds."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for number in range(steps):
+        method.train(batches[number % len(batches)])
+    method.end()
+    return time.process_time() - cpu, time.perf_counter() - wall
 
 
 def _shift(verifier: Verifier, steps: int, seconds: float) -> None:
@@ -115,11 +134,10 @@ def rows_of(answers: Sequence[Mapping[str, Any]], labels: Mapping[str, Label]) -
             for name in METHODS
         }
         for name in (COMPARED, CONTROL):
-            found = strata.ratio(each[name], each[NOT]).times(100, less=1)
+            found = strata.ratio(each[name], each[NOT]).times(100 / TIMES, less=1)
             cells: dict[str, Label] = {**labels, "method": name}
             rows.append(Row(f"{NAME}_{metric}_pct", found.value, "%", found.low, found.high, rounds, cells))
-    wall_s = sum(wall for _, wall in answers[0]["blocks"][COMPARED])
-    phase = 100 * float(np.mean([answer["verify_s"] for answer in answers])) / wall_s
+    phase = 100 * float(np.mean([answer["verify_s"] / answer["wall_s"] for answer in answers]))
     rows.append(once(f"{NAME}_phase_pct", "%", phase, **labels))
     rows.append(once("verified_pct", "%", 100 * answers[0]["verified"], **labels))
     return rows
