@@ -219,7 +219,7 @@ def run(arguments: Arguments) -> list[Row]:
 
 def of_verification(scale: Scale, engine: str, code: Code, seed: int) -> list[Row]:
     """Measures what comparing parity with rows beside training costs, with a commit in each step."""
-    rounds = max(3, scale.pairs // 6)
+    rounds = max(3, scale.pairs // 4)
     tables, batch = min(4, scale.tables), min(256, scale.batch)
     setting = replace(scale, name=verification.NAME, tables=tables, dense="small", batch=batch)
     work = verification.work

@@ -39,7 +39,7 @@ from ecemb.recovery.verify import VERIFY_SHARE, Verifier
 
 NAME = "verification"
 COMPARED, NOT, CONTROL = METHODS = "compared", "not compared", "control"
-TIMES = 10
+TIMES = 20
 """The share in the rounds over the default."""
 STEPS, AT_DEFAULT = 100, 1000
 """Steps of a block in the rounds, and of the one at the default: several comparisons are in each."""
