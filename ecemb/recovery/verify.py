@@ -32,8 +32,8 @@ logger: logging.Logger = logging.getLogger("ecemb")
 VERIFY_SHARE = 0.001
 """Default of the share of training's time that comparisons take after the first pass.
 
-Paired with training without them, they cost up to twice as much: caches are colder after a comparison, and ranks
-wait for each other again (`python -m bench overhead --setting verification`).
+Paired with training without them, they cost up to twice as much: caches are colder after a comparison, and
+ranks wait for each other again (`python -m bench overhead --setting verification`).
 """
 FIRST_SHARE = 0.02
 """Least share of the first pass."""
