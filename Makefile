@@ -90,7 +90,7 @@ package: $(READY)  ## build wheel and sdist into dist/, and try the wheel in a c
 	$(PYTHON) -m venv build/package
 	build/package/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
 	build/package/bin/pip check
-	cd build && package/bin/python -m ecemb --version
+	cd build && package/bin/ecemb --version
 	cd build && package/bin/python -c "import ecemb"
 
 model: $(READY)  ## search all states of the protocol, and what each of its rules prevents (ARGS=--table)

@@ -43,7 +43,7 @@ __version__ = "0.1.0"
 
 # Where the names come from. They are imported when the first of them is used, and all at once, as what one of
 # these modules does when it is imported has to be done whichever name is used: so `ecemb-run` and
-# `python -m ecemb arenas` don't have to wait for torch.
+# `ecemb arenas` don't have to wait for torch.
 _HOME = {
     "CheckpointReader": "checkpoint.interface",
     "CheckpointWriter": "checkpoint.interface",

@@ -55,7 +55,7 @@ class ConfigurationError(EcembError, ValueError):
 class CodeError(ConfigurationError):
     """No such (n, k) code, or a set of blocks that it can't decode from.
 
-    Choose k >= 1 and n > k, with n at most 256 and at most the number of ranks; `python -m ecemb plan`
+    Choose k >= 1 and n > k, with n at most 256 and at most the number of ranks; `ecemb plan`
     compares codes.
     """
 
@@ -130,7 +130,7 @@ class UndeclaredWrite(UsageError):
 class ArenaError(EcembError):
     """Something is wrong with the memory that outlives the worker.
 
-    `python -m ecemb arenas ls` lists arenas.
+    `ecemb arenas ls` lists arenas.
     """
 
 
@@ -146,7 +146,7 @@ class ArenaDamaged(ArenaError):
     """The arena's header can't be read.
 
     The arena counts as lost, and is rebuilt if at most r blocks of a stripe are lost. If no other arena is
-    left, remove it (`python -m ecemb arenas rm`) and start from a checkpoint.
+    left, remove it (`ecemb arenas rm`) and start from a checkpoint.
     """
 
 
@@ -154,7 +154,7 @@ class ArenaIncompatible(ArenaError):
     """Another version of ecemb wrote the arena, in a format that this version doesn't read.
 
     The arena is neither damaged nor lost, so the job doesn't start beside it, not even from a checkpoint.
-    Continue with the version that wrote it, or remove the arena and its content (`python -m ecemb arenas
+    Continue with the version that wrote it, or remove the arena and its content (`ecemb arenas
     rm`).
     """
 
@@ -180,7 +180,7 @@ class LayoutMismatch(ArenaError):
     Run the script that started the job, with the same model, code, optimizers and number of ranks; or use
     another `job=` for the new model. To change the number of ranks, use `protect(elastic=True)`, or start
     from a checkpoint: `protect(resume=)`. To begin again under the same name, remove what the job holds:
-    `python -m ecemb arenas rm --job JOB`.
+    `ecemb arenas rm --job JOB`.
     """
 
 

@@ -475,7 +475,7 @@ class Guard:
 
     @placed
     def asked_to_leave(self) -> bool:
-        """Whether `python -m ecemb move` asks the job, on any of its hosts, to leave. All ranks.
+        """Whether `ecemb move` asks the job, on any of its hosts, to leave. All ranks.
 
         Between steps. The call commits the steps that have ended, and each rank sends a message to each other
         rank: call it every 100 steps, for example. If it is True, call `leave`, and end the script.

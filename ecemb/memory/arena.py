@@ -287,7 +287,7 @@ class Arena:
     def way_out(self) -> str:
         """The remedy for damaged bytes in this arena, for the end of an error message."""
         return (
-            f"End the job and remove the arena (python -m ecemb arenas rm {self.path}): then it counts as "
+            f"End the job and remove the arena (ecemb arenas rm {self.path}): then it counts as "
             f"lost and is rebuilt"
         )
 

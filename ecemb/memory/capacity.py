@@ -78,7 +78,7 @@ def check(needed_bytes: int, fd: int, path: Path, promised_bytes: int = 0) -> No
                 f"{path} needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) more, and "
                 f"{limit.where} leaves {limit.free_bytes} ({limit.free_bytes / 2**20:.1f} MiB){promised}. "
                 f"{limit.remedy} What earlier jobs left behind is listed by "
-                "`python -m ecemb arenas ls`."
+                "`ecemb arenas ls`."
             )
 
 

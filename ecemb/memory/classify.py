@@ -125,7 +125,7 @@ def _check_generations(headers: Sequence[Header]) -> None:
                 f"ids {known:x} and {header.generation_id:x} (arena {header.constants.arena_id} of "
                 f"rank {header.constants.rank}): two groups of workers ran the same job without "
                 "seeing each other. Remove the arenas of the group that is not to count with "
-                "`python -m ecemb arenas rm`."
+                "`ecemb arenas rm`."
             )
 
 
@@ -145,7 +145,7 @@ def _of_last_history(survivors: Sequence[Header], settled: Sequence[Header]) -> 
             f"arenas of job {one.job!r} have two histories, which began in generations {other.fill} (such as "
             f"arena {other.arena_id} of rank {other.rank}) and {one.fill} (such as arena {one.arena_id} of "
             f"rank {one.rank}), and it is unknown which replaced the other. Remove the arenas of the "
-            f"history that is not to count with `python -m ecemb arenas rm`."
+            f"history that is not to count with `ecemb arenas rm`."
         )
     return tuple(header for header in survivors if header.constants.fill == last)
 
@@ -159,5 +159,5 @@ def _check_ranks(headers: Sequence[Header]) -> None:
             raise InconsistentArenas(
                 f"rank {constants.rank} of job {constants.job!r} has two valid arenas, {other} and "
                 f"{constants.arena_id}. Remove the arena that is not to count with "
-                "`python -m ecemb arenas rm`."
+                "`ecemb arenas rm`."
             )

@@ -347,7 +347,7 @@ def parse(head: bytes, read: Callable[[int], bytes]) -> tuple[Constants, int]:
     if version != FORMAT and 0 < version < _FORMATS:
         raise ArenaIncompatible(
             f"it has format {version} and this ecemb reads format {FORMAT}. It may hold a job's memory: go "
-            f"on with the version of ecemb that wrote it, or remove it with `python -m ecemb arenas rm`"
+            f"on with the version of ecemb that wrote it, or remove it with `ecemb arenas rm`"
         )
     payload = read(length) if length <= MAX_CONSTANTS_BYTES else b""
     if version != FORMAT or len(payload) != length or _checksum(payload) != checksum:

@@ -204,7 +204,8 @@ def locate(path: Path) -> Folder:
     ):
         raise ConfigurationError(
             f"{path} is not an arena file of this user; the path of an arena is "
-            f"{home(Path('{arena_dir}'))}/{{job}}/{{host}}/{{arena id}}.arena"
+            f"{home(Path('{arena_dir}'))}/{{job}}/{{host}}/{{arena id}}.arena, "
+            f"as `ecemb arenas ls` lists them"
         )
     return Folder(above[3], above[1].name, above[0].name)
 

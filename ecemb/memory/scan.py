@@ -60,7 +60,7 @@ class Directory(Folder):
     def removal(self) -> str:
         """The command that removes the job's arenas on this machine."""
         elsewhere = "" if self.arena_dir == _USUAL else f" --arena-dir {shlex.quote(str(self.arena_dir))}"
-        return f"python -m ecemb arenas rm --job {self.job}{elsewhere}"
+        return f"ecemb arenas rm --job {self.job}{elsewhere}"
 
     def scan(self, timeout_s: float) -> list[Found]:
         """All arenas of the job on this host, sorted by file name. Locks nothing, changes nothing.
@@ -160,8 +160,7 @@ def remove(found: Found | str | Path, *, force: bool = False) -> bool:
     place = private_files.locate(path)
     if path.suffix != SUFFIX:
         raise ConfigurationError(
-            f"{path} is not an arena: its name doesn't end in {SUFFIX}; `python -m ecemb arenas ls` "
-            f"lists them"
+            f"{path} is not an arena: its name doesn't end in {SUFFIX}; `ecemb arenas ls` lists them"
         )
     status = place.status(path.name)
     if status is None or (isinstance(found, Found) and found.inode != status.st_ino):

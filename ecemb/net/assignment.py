@@ -170,7 +170,7 @@ def assign(
                 f"host {host!r} holds the arenas of ranks {[rank for rank, _ in kept]}, and the number of "
                 f"workers that this launch starts there is {len(here)}: start {len(kept)}; or, in a job with "
                 f"elastic=True, launch another number of ranks; or end the launch and remove the arenas to "
-                f"count as lost (python -m ecemb arenas rm)"
+                f"count as lost (ecemb arenas rm)"
             )
         assignments.update({i: Assignment(rank, name) for i, (rank, name) in zip(here, kept, strict=False)})
         homes[host] = {constants.domains[rank] for rank, _ in kept} or {host}
@@ -225,7 +225,7 @@ def _check_copies(reports: Sequence[Report]) -> None:
         if (other := paths.setdefault(name, path)) != path:
             raise InconsistentArenas(
                 f"{other} and {path} are copies of one arena: remove the copy that shall not count "
-                f"(python -m ecemb arenas rm PATH)"
+                f"(ecemb arenas rm PATH)"
             )
 
 

@@ -119,7 +119,7 @@ class _StoreClient:
             raise RendezvousError(
                 f"{key} of this start takes {len(data)} bytes, and ecemb stores at most {MOST_BYTES} in one "
                 f"value of torchrun's store, which takes no more than 8388608: remove unneeded arenas "
-                f"(python -m ecemb arenas ls, and rm), or launch fewer ranks"
+                f"(ecemb arenas ls, and rm), or launch fewer ranks"
             )
         self._asked(lambda: self._store.set(key, data))  # pyright: ignore[reportArgumentType]
 

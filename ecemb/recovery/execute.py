@@ -289,7 +289,7 @@ def _without_wrong_blocks(memory: RankMemory, transport: Transport, plan: Recove
             f"before the rebuild, blocks that survived of stripe classes {unknown} contradict each other, "
             f"and it isn't known which are wrong: memory of {listed(members)} rotted, or rows changed "
             f"without being declared. Nothing was rebuilt from them. Remove the arenas "
-            f"(python -m ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
+            f"(ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
         )
     for c, block in wrong.items():
         owner = placement.members(c)[block]
@@ -321,5 +321,5 @@ def _verify(memory: RankMemory, transport: Transport) -> None:
             f"after the rebuild, parity and rows differ in stripes whose parity is kept by ranks "
             f"{[rank for rank, yes in enumerate(fine) if not yes]} (here: {', '.join(wrong) or 'none'}): "
             f"memory rotted, or rows changed without being declared. Remove the arenas "
-            f"(python -m ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
+            f"(ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
         )

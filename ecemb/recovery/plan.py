@@ -118,14 +118,14 @@ def plan_recovery(
         raise InconsistentArenas(
             f"ranks {ahead} (rank: committed) are ahead of the smallest prepared transaction "
             f"{transaction}: no failure leaves this behind; nothing was written. Keep the arenas for a "
-            f"bug report, or remove them: python -m ecemb arenas rm --job JOB"
+            f"bug report, or remove them: ecemb arenas rm --job JOB"
         )
     undeclared = [rank for rank, header in sorted(survivors.items()) if header.undeclared]
     if lost and undeclared:
         raise InconsistentArenas(
             f"the memory of {listed(lost)} is lost, and rows of {listed(undeclared)} were written without "
             f"being declared, so parity no longer fits what was lost. Remove the arenas "
-            f"(python -m ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
+            f"(ecemb arenas rm --job JOB), and resume from a checkpoint: ecemb.protect(resume=)"
         )
     return RecoveryPlan(
         kind="memory" if lost else "process",
@@ -145,7 +145,7 @@ def _over(judged: Judgement) -> str:
         where = f"arena {constants.arena_id} of rank {constants.rank} says so"
     return (
         f"the job is finished: guard.close() was called, {where}. It does not train again from step 0; give "
-        f"job= another name, or remove what is left of this one: python -m ecemb arenas rm --job JOB"
+        f"job= another name, or remove what is left of this one: ecemb arenas rm --job JOB"
     )
 
 
@@ -156,7 +156,7 @@ def _without_survivors(judged: Judgement, started: bool) -> RecoveryPlan:
             f"only stale or half-rebuilt arenas are left (of ranks {left}): the memory of the ranks that "
             f"continued the job is gone",
             "Resume from a checkpoint: ecemb.protect(resume=), or remove the arenas to begin at step 0: "
-            "python -m ecemb arenas rm --job JOB",
+            "ecemb arenas rm --job JOB",
         )
     if started:
         raise StateLost(

@@ -166,7 +166,7 @@ def plan_relayout(
     if free := [rank for rank in recovery.survivors if holders[rank] is None]:
         raise InconsistentArenas(
             f"no worker of this launch attaches to the arenas of ranks {free}, which survived: start workers "
-            f"on their hosts, or remove these arenas to count them as lost (python -m ecemb arenas rm)"
+            f"on their hosts, or remove these arenas to count them as lost (ecemb arenas rm)"
         )
     rebuilt = {(one.rank, one.block): one.sources for one in recovery.rebuild}
     moves: list[Move] = []

@@ -286,7 +286,7 @@ def _differing(plan: RecoveryPlan, one: int, other: int, what: str) -> Inconsist
     return InconsistentArenas(
         f"ranks {one} and {other} hold different replicated state (dense parameters, buffers, optimizer "
         f"state) after step {plan.transaction - 1}, in {what}: the ranks had trained apart, or memory is "
-        f"damaged. Remove the arena that is wrong (python -m ecemb arenas rm PATH): it counts as lost then, "
+        f"damaged. Remove the arena that is wrong (ecemb arenas rm PATH): it counts as lost then, "
         f"and is rebuilt. Or resume from a checkpoint: ecemb.protect(resume=)"
     )
 

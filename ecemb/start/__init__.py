@@ -4,5 +4,5 @@
 and the state of the model; `placement_choice` chooses code and placement; `agree` compares layout and plan
 among all ranks, with the `history` that surviving arenas share; `create` creates and fills new arenas, and
 removes those of earlier starts. With another number of ranks, `moving` fills new arenas from the old ones
-that `history` describes. `survey` describes a training for `python -m ecemb check`.
+that `history` describes. `survey` describes a training for `ecemb check`.
 """

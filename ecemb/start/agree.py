@@ -408,7 +408,7 @@ def _check_nothing_is_damaged(session: Session, damaged: Sequence[Report]) -> No
     if broken := [report for report in damaged if not report.torn]:
         raise ArenaDamaged(
             f"no arena of the job survived, and {broken[0].path} on {broken[0].host} can't be read: "
-            f"{broken[0].damage}. To begin at step 0, remove it: python -m ecemb arenas rm --job "
+            f"{broken[0].damage}. To begin at step 0, remove it: ecemb arenas rm --job "
             f"{session.job}"
         )
 

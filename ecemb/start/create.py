@@ -174,7 +174,7 @@ def shared_generator(
     if differing := [rank for rank, text in enumerate(each) if text not in (b"", generator)]:
         raise InconsistentArenas(
             f"the code's generator in the arenas of ranks {differing} is not that of rank {first}: memory "
-            f"is damaged; nothing was written. Remove the arena that is wrong (python -m ecemb arenas rm "
+            f"is damaged; nothing was written. Remove the arena that is wrong (ecemb arenas rm "
             f"PATH): it counts as lost then, and is rebuilt"
         )
     return np.frombuffer(generator, np.uint8).reshape(n, k).copy()

@@ -120,7 +120,7 @@ def shared_history(session: Session, transport: Transport) -> History | None:
         raise InconsistentArenas(
             f"the arenas of ranks {differing} were made with other constants than that of rank {donor} "
             f"(code, placement, hosts, tables): they are not of one start; nothing was written. Remove those "
-            f"that shall not count: python -m ecemb arenas rm PATH"
+            f"that shall not count: ecemb arenas rm PATH"
         )
     if size > MAX_CONSTANTS_BYTES:
         raise PeerFailure(f"rank {donor} announces {size} bytes of constants: at most {MAX_CONSTANTS_BYTES}")

@@ -1,4 +1,4 @@
-"""The state that `protect` would protect, and the script's state that it would not: `python -m ecemb check`.
+"""The state that `protect` would protect, and the script's state that it would not: `ecemb check`.
 
 Owns the survey of a training where it calls `protect`: tables, replicated state, rank state, objects of the
 script in none of these, memory, and tolerated losses. Only reads; nothing is written on any rank.
@@ -231,7 +231,7 @@ class Forgotten:
             return
         listed = [f"{one.name} ({one.kind}): {one.lost}" for one in found[:_MOST_NAMED]]
         if len(found) > _MOST_NAMED:
-            listed.append(f"and {len(found) - _MOST_NAMED} more, which python -m ecemb check lists")
+            listed.append(f"and {len(found) - _MOST_NAMED} more, which ecemb check lists")
         text = "; ".join(listed)
         if self._request.strict:
             raise ConfigurationError(f"protect(strict=True): no recovery restores {text}")

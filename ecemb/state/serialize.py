@@ -36,7 +36,7 @@ INT64 = range(-(1 << 63), 1 << 63)
 _CODES: dict[type, str] = {int: "q", float: "d"}  # struct's format characters
 
 WAY_OUT = (
-    "End the job and remove this rank's arena (python -m ecemb arenas ls shows its path): then it counts as "
+    "End the job and remove this rank's arena (ecemb arenas ls shows its path): then it counts as "
     "lost, and is rebuilt"
 )
 """What to do about damaged packed bytes, as the end of an error message."""

@@ -1,4 +1,4 @@
-"""`python -m ecemb arenas ls` and `rm`: lists and removes the arenas of this user."""
+"""`ecemb arenas ls` and `rm`: lists and removes the arenas of this user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ..memory.header import Found
 from ..memory.scan import arenas, remove
 from ..net.wording import aligned
 
-HELP = "memory that workers left behind on this machine, or hold"
 SHOWS = ""
 
 
@@ -29,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     ls.add_argument("--json", action="store_true", help="as a JSON list")
 
     rm = kinds.add_parser("rm", help="remove arenas of this user: the job's state is lost")
-    rm.set_defaults(run=run_rm)
+    rm.set_defaults(run=run_rm, parser=rm)
     add_arena_dir(rm)
     rm.add_argument("--job", help="all of this job's")
     rm.add_argument("--host", help="only those of this host (with --job)")
@@ -62,7 +61,9 @@ def printed(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], tabl
     if options.json:
         return json.dumps(rows, indent=2)
     whose = f" and job {options.job!r}" if options.job else ""
-    return table if rows else f"no arenas of this user{whose} in {options.arena_dir}"
+    return (
+        table if rows else f"no arenas of this user{whose} in {options.arena_dir} (--arena-dir names another)"
+    )
 
 
 def run_ls(options: argparse.Namespace) -> int:
@@ -81,20 +82,17 @@ def run_rm(options: argparse.Namespace) -> int:
 
     Returns:
         The exit code: 1 if an arena is missing or could not be removed.
-
-    Raises:
-        argparse.ArgumentError: Both paths and a job are given, or neither.
     """
     if options.paths:
         if options.job is not None or options.host is not None:
-            raise argparse.ArgumentError(None, "rm takes either paths or --job (with --host), not both")
+            options.parser.error("it takes either paths or --job (with --host), not both")
         return _remove(options.paths, force=options.force)
     if options.job is None:
-        raise argparse.ArgumentError(None, "rm needs --job JOB, or the paths of arenas")
+        options.parser.error("it needs --job JOB, or the paths of arenas")
     chosen = [found for found in arenas_of(options) if options.host in (None, found.host)]
     if not chosen:
         where = f"job {options.job!r}" + (f" and host {options.host!r}" if options.host else "")
-        print(f"ecemb: no arenas of {where} in {options.arena_dir}; try `ls`", file=sys.stderr)
+        print(f"ecemb: no arenas of {where} in {options.arena_dir}: see `ecemb arenas ls`", file=sys.stderr)
         return 1
     return _remove(chosen, force=options.force)
 
@@ -108,7 +106,7 @@ def _remove(chosen: Iterable[Found | Path], *, force: bool) -> int:
             if remove(arena, force=force):
                 print(f"removed {path}")
             else:
-                print(f"ecemb: {path} is not there", file=sys.stderr)
+                print(f"ecemb: {path} is not there: see `ecemb arenas ls`", file=sys.stderr)
                 code = 1
         except EcembError as error:
             print(f"ecemb: {error}", file=sys.stderr)

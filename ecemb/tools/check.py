@@ -1,4 +1,4 @@
-"""`python -m ecemb check`: runs a script up to its `protect`, and writes down what that call would protect.
+"""`ecemb check`: runs a script up to its `protect`, and writes down what that call would protect.
 
 Owns the processes of the run, if no launcher has started them, and the text of a survey. Imports
 torch.distributed, and modules that import it, only when the command runs.
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.05
 _GRACE_S = 20.0  # for the other ranks to end, when one has failed
 _SHOWN = 12  # names in a line of many
-HELP = "run a script up to its ecemb.protect(), and show what that would protect, and what not"
 SHOWS = """
 The script runs as a job of its own and ends where it calls ecemb.protect(); no memory of any job is touched.
 Shown are the protected tables, what is the same on all ranks, what is kept for each rank, objects with state
@@ -157,7 +156,10 @@ def survey(script: Path, arguments: Sequence[str], host: str | None) -> Survey:
         with contextlib.suppress(NotInitialized):
             _tidy(sessions.current())
         sessions.check_only(None)
-    raise ConfigurationError(f"{script} ended without a call of ecemb.protect(): nothing to check")
+    raise ConfigurationError(
+        f"{script} ended without a call of ecemb.protect(), so there is nothing to check: call it before the "
+        f"first step, with the arguments that the training has"
+    )
 
 
 def _tidy(session: Session) -> None:
@@ -196,9 +198,7 @@ def text(found: Survey) -> str:
     lines.append(
         "  not looked at: plain numbers in attributes, and what is made after ecemb.protect(), such as"
     )
-    lines.append(
-        "  the positions of guard.batches(loader); python -m ecemb rehearse runs the script to find out"
-    )
+    lines.append("  the positions of guard.batches(loader); ecemb rehearse runs the script to find out")
     lines += ["", "memory of a rank"]
     for part, title in (
         ("tables", "tables"),
@@ -210,7 +210,7 @@ def text(found: Survey) -> str:
         sizes = [twice * one[part] for one in found.bytes]
         most = "" if min(sizes) == max(sizes) else f"{byte_size(min(sizes))} to "
         lines.append(f"  {title}: {most}{byte_size(max(sizes))}")
-    lines.append("  journals and inbox: by the rows that a step changes (python -m ecemb plan)")
+    lines.append("  journals and inbox: by the rows that a step changes (ecemb plan)")
     return "\n".join([*lines, "", f"survives: {found.survives}"])
 
 

@@ -1,4 +1,4 @@
-"""The cost of a code for a job, and the losses that it survives: the arithmetic of `python -m ecemb plan`.
+"""The cost of a code for a job, and the losses that it survives: the arithmetic of `ecemb plan`.
 
 Owns: the formulas for memory, bytes per step, overhead, recovery time and the chance of loss. They are pure
 first-order arithmetic over a `Job`, derived here unless marked otherwise; bench/ compares them with simulated

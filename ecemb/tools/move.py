@@ -1,4 +1,4 @@
-"""`python -m ecemb move`: asks a running job to save and leave, and then starts it by another command."""
+"""`ecemb move`: asks a running job to save and leave, and then starts it by another command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ..memory import scan
 from ..memory.private_files import Folder
 from .arenas import add_arena_dir, arenas_of
 
-HELP = "end a running job's launch with a save, so that it goes on elsewhere"
 SHOWS = """
 The job has to ask, `if guard.asked_to_leave(): guard.leave(path)`: then it commits, saves and removes its
 memory. This command waits until no memory of the job is left on this machine, and then becomes COMMAND, if
@@ -52,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         what = "its memory is here, and no process holds it" if found else "no memory of it is here"
         print(
             f"ecemb: job {options.job!r} doesn't run on this machine ({what}, in {options.arena_dir}): see "
-            f"`python -m ecemb arenas ls`; a job that has ended is launched again to be saved",
+            f"`ecemb arenas ls`; a job that has ended is launched again to be saved",
             file=sys.stderr,
         )
         return 1

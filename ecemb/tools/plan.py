@@ -1,4 +1,4 @@
-"""`python -m ecemb plan`: its options with their ranges, and the table of estimates.
+"""`ecemb plan`: its options with their ranges, and the table of estimates.
 
 Knows no formula: `cost` has the arithmetic.
 """
@@ -16,7 +16,6 @@ from ..coding.code import Code
 from ..net.wording import aligned, byte_size, counted
 from .cost import CODES, MONTH_H, Estimate, Job, compare
 
-HELP = "what codes would cost a job, and what they would survive"
 SHOWS = """
 For each code: how many hosts or racks (on one host: ranks) may be lost at once, any of them; memory of a rank
 beyond its tables; bytes that it sends in a step; the part of a step's time that this takes, if no rank waits

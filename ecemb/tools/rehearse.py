@@ -1,4 +1,4 @@
-"""`python -m ecemb rehearse`: runs a script undisturbed and with failures, and compares its steps.
+"""`ecemb rehearse`: runs a script undisturbed and with failures, and compares its steps.
 
 Owns the runs, their comparison, and the likely cause of a difference. Needs no knowledge of the script:
 `rehearsal` runs in each rank, and records digests of model, optimizers, generators, `state=` objects, other
@@ -29,7 +29,6 @@ from ..errors import ConfigurationError, EcembError
 from ..launch.preload import imported_by
 from ..net.wording import counted
 
-HELP = "run a script undisturbed and with failures, and show the first step at which the runs differ"
 SHOWS = """
 The script runs six times on this machine, for some steps: twice undisturbed, twice with killed processes,
 twice with processes killed whose memory is lost; one of each two with window=4. Each rank stands for a host.
@@ -194,7 +193,7 @@ def run(options: argparse.Namespace) -> int:
             options.keep.mkdir(parents=True)
         except OSError as error:
             raise ConfigurationError(
-                f"--keep {options.keep} can't be made as a new folder: {error}"
+                f"--keep {options.keep} can't be made as a new folder: {error}; name another"
             ) from None
         return Rehearsal(options, options.keep).play()
     with tempfile.TemporaryDirectory(prefix="ecemb-rehearsal-") as folder:

@@ -1,4 +1,4 @@
-"""`python -m ecemb top`: the arenas of running jobs, once or live, read from their headers alone.
+"""`ecemb top`: the arenas of running jobs, once or live, read from their headers alone.
 
 Invariant: a look writes nothing, takes no lock, and reads no row.
 """
@@ -18,7 +18,6 @@ from ..net.wording import aligned
 from ..recovery.plan import Kind
 from .arenas import add_arena_dir, arenas_of, printed, rank_of
 
-HELP = "watch running jobs: a live view of their arenas on this machine"
 SHOWS = """
 Of each arena of this user: the step that is next to be committed; how many steps it is behind the furthest
 rank of its job that is seen here; how many steps are open, that is, run without being in parity yet; the age

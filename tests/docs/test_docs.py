@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import doctest
+import functools
 import inspect
 import json
 import multiprocessing
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.synchronize import Barrier
@@ -79,10 +83,25 @@ def blocks(text: str) -> list[Block]:
     return [block for block in found if block.lines]
 
 
+@functools.cache
+def scripts() -> Path:
+    """A folder with the console scripts of this tree, whatever is installed."""
+    folder = Path(tempfile.mkdtemp(prefix="ecemb-scripts-"))
+    atexit.register(shutil.rmtree, folder)
+    table = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]\n")[2].partition("\n\n")[0]
+    for name, module, function in re.findall(r'^([\w-]+) = "([\w.]+):(\w+)"$', table, flags=re.MULTILINE):
+        script = folder / name
+        script.write_text(
+            f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
+        )
+        script.chmod(0o755)
+    return folder
+
+
 def run(command: list[str], folder: Path) -> str:
     """Runs a command to its end, fails the test if it fails, and returns what it printed."""
     env = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([str(scripts()), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }

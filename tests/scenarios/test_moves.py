@@ -1,4 +1,4 @@
-"""`python -m ecemb move`: a running job leaves, and another launch with other ranks goes on with its bits."""
+"""`ecemb move`: a running job leaves, and another launch with other ranks goes on with its bits."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class Launches:
 
     def remove(self, command: str) -> None:
         words = shlex.split(command)
-        assert words.pop(0) == "python"
-        code, _, said = self.place.run([sys.executable, *words], changed={"PYTHONPATH": str(ROOT)})
+        assert words[0] == "ecemb"
+        code, _, said = self.place.run([sys.executable, "-m", *words], changed={"PYTHONPATH": str(ROOT)})
         assert code == 0, said
 
 

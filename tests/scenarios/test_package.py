@@ -72,7 +72,8 @@ def test_the_wheel_works_with_what_it_asks_for(built: Path, tmp_path: Path) -> N
     code = "import ecemb, os; print(ecemb.__version__, os.path.dirname(ecemb.__file__))"
     version, place = run(python, "-I", "-W", "ignore", "-c", code).split()
     assert Path(place) == packages / "ecemb"
-    assert run(python, "-I", "-m", "ecemb", "--version") == f"ecemb {version}\n"
+    for command in ([python, "-I", "-m", "ecemb"], [python, "-I", python.with_name("ecemb")]):
+        assert run(*command, "--version") == f"ecemb {version}\n"
     assert version == yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
     assert f"ecemb-{version}" in wheel.name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import ecemb
 from ecemb.__main__ import main
 from ecemb.memory.header import State
 from ecemb.memory.scan import Directory
+from ecemb.tools.command_line import COMMANDS
 from support.arena_holders import create, hold, holding
 
 
@@ -104,7 +106,9 @@ class TestList:
     def test_none(self, arena_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert listed(arena_dir, capsys) == []
         assert main(["arenas", "ls", "--arena-dir", str(arena_dir), "--job", "x"]) == 0
-        assert capsys.readouterr().out == f"no arenas of this user and job 'x' in {arena_dir}\n"
+        assert capsys.readouterr().out == (
+            f"no arenas of this user and job 'x' in {arena_dir} (--arena-dir names another)\n"
+        )
 
     def test_no_such_folder(self, arena_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["arenas", "ls", "--arena-dir", str(arena_dir / "x")]) == 1
@@ -167,11 +171,96 @@ class TestRemove:
         assert caught.value.code == 2
 
 
-@pytest.mark.parametrize("arguments", [[], ["arenas"], ["arena"], ["arenas", "mv"]])
-def test_commands_that_do_not_exist(arguments: list[str]) -> None:
+WRONG = """
+arena
+--verbose
+arenas
+arenas mv
+arenas rm
+arenas ls --jobs x
+top --interval often
+top --all
+move
+move --job x --timeout soon
+check
+check --hosts few train.py
+rehearse
+rehearse --ranks few train.py
+plan
+plan --hosts 0
+plan --hosts 1 --table-gb 1 --touched-rows 1 --row-bytes 8 --step-ms 1 --code 4
+"""
+
+
+@pytest.mark.parametrize("line", WRONG.split("\n")[1:-1])
+def test_what_is_not_understood_is_one_line_with_the_way_out(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(arguments)
+        main(line.split())
     assert caught.value.code == 2
+    name = line.split()[0] if line.split()[0] in COMMANDS else ""
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"ecemb ?{name}.*: see `ecemb ?{name}.* --help`", said)
+
+
+REFUSED = """
+arenas ls --arena-dir DIR/x
+arenas rm --arena-dir DIR --job x
+arenas rm DIR/x.arena
+top --once --arena-dir DIR
+move --arena-dir DIR --job x
+move --arena-dir DIR --job x -- no-such-command
+check train.py
+check --ranks-per-host 0 train.py
+rehearse DIR/train.py
+rehearse --steps 1 DIR
+plan --hosts 1 --ranks-per-host 1 --table-gb 1 --touched-rows 1 --row-bytes 8 --step-ms 1
+"""
+WAYS_OUT = r"create it|`ecemb arenas ls`|--arena-dir|ranks-per-host|name the script|at least|not asked"
+
+
+@pytest.mark.parametrize("line", REFUSED.split("\n")[1:-1])
+def test_what_is_refused_says_the_way_out(
+    line: str, arena_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(line.replace("DIR", str(arena_dir)).split()) == 1
+    said = capsys.readouterr().err
+    assert re.search(WAYS_OUT, said), said
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_the_help_is_one_screen(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    if words:
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 0
+        shown = capsys.readouterr().out
+    else:
+        assert main(words) == 2
+        shown = capsys.readouterr().err
+    lines = shown.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line.startswith("    ")] == list(COMMANDS)
+
+
+def test_commands_import_no_more_than_they_need(arena_dir: Path) -> None:
+    """Torch takes seconds to import: help and what reads headers do without it."""
+    code = f"""
+import sys
+from ecemb.__main__ import main
+for line in ("", "arenas ls --arena-dir {arena_dir}", "top --once --arena-dir {arena_dir}",
+             "move --job x --arena-dir {arena_dir}", "check train.py", "rehearse train.py",
+             "plan --hosts 4 --table-gb 1 --touched-rows 1 --row-bytes 8 --step-ms 1"):
+    main(line.split())
+    assert "torch" not in sys.modules, line
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=environment)
 
 
 HEAVY = {"galois", "numba", "scipy", "pandas", "matplotlib", "rich", "tensorboard", "torchrec", "fbgemm_gpu"}

@@ -1,4 +1,4 @@
-"""`python -m ecemb check`: real scripts on real ranks, up to their `protect`."""
+"""`ecemb check`: real scripts on real ranks, up to their `protect`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m ecemb move`: whom it asks, when it gives up, and what it leaves behind then."""
+"""`ecemb move`: whom it asks, when it gives up, and what it leaves behind then."""
 
 from __future__ import annotations
 

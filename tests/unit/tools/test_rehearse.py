@@ -1,4 +1,4 @@
-"""`python -m ecemb rehearse`: digests and records of ranks, and what it finds in them."""
+"""`ecemb rehearse`: digests and records of ranks, and what it finds in them."""
 
 from __future__ import annotations
 

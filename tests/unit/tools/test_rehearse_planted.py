@@ -1,4 +1,4 @@
-"""`python -m ecemb rehearse` finds what is planted in copies of the examples, one fault at a time."""
+"""`ecemb rehearse` finds what is planted in copies of the examples, one fault at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m ecemb rehearse` of a script that writes past torch, on real ranks."""
+"""`ecemb rehearse` of a script that writes past torch, on real ranks."""
 
 from __future__ import annotations
 

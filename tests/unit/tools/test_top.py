@@ -1,4 +1,4 @@
-"""`python -m ecemb top`: what it shows of real arenas, and that looking changes nothing."""
+"""`ecemb top`: what it shows of real arenas, and that looking changes nothing."""
 
 from __future__ import annotations
 
@@ -133,7 +133,9 @@ def test_only_this_users_arenas(arena_dir: Path, capsys: pytest.CaptureFixture[s
 
 def test_none(arena_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--arena-dir", str(arena_dir), "--job", "x"]) == 1
-    assert capsys.readouterr().err == f"no arenas of this user and job 'x' in {arena_dir}\n"
+    assert capsys.readouterr().err == (
+        f"no arenas of this user and job 'x' in {arena_dir} (--arena-dir names another)\n"
+    )
     assert main(["top", "--arena-dir", str(arena_dir / "x")]) == 1
     assert "ecemb: arena_dir" in capsys.readouterr().err
 
