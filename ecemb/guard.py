@@ -64,6 +64,7 @@ class Guard:
     def _begin(self, session: Session, opened: Opened) -> None:
         request, training, transport = opened.start.request, opened.start.training, opened.start.transport
         self._session, self._activity = session, session.activity
+        self._code = request.code
         self._memory = opened.memory
         self._transport = transport
         self._tables = training.tables
@@ -104,6 +105,20 @@ class Guard:
             hooks.ensure, hooks.ensure_all = opened.background.ensure, opened.background.ensure_all
             opened.background.at_end = training.tables.all_are_there
         training.tables.watch(hooks)
+
+    def __repr__(self) -> str:
+        """One line: job, rank, next step, window, code, and a step that is open or failed, or the job's end."""
+        job, transactions = self._session, self._transactions
+        state = "in a step" if self._is_open() else "between steps"
+        if self._background.is_lacking:
+            state += ", rebuilding"
+        if self._failed is not None:
+            state = short(self._failed, 80)
+        return (
+            f"<Guard of job {job.job!r}, rank {job.rank} of {job.world_size}: next step "
+            f"{transactions.next_step}, window {transactions.window.size}, {self._code}, "
+            f"{self._closed.partition(';')[0] or state}>"
+        )
 
     @property
     def next_step(self) -> int:

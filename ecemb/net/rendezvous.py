@@ -47,15 +47,16 @@ def environment() -> tuple[int, int, str, int]:
     Raises:
         ConfigurationError: there is no torchrun environment.
     """
-    try:
-        index, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return index, world_size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
+    address = os.environ.get("MASTER_ADDR", "")
+    numbers = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
+    if not (address and all(number.isdecimal() for number in numbers)):
         raise ConfigurationError(
-            f"the environment has no usable {error}: launch the script with torchrun, e.g. "
-            f"`torchrun --standalone --nproc-per-node 4 --max-restarts 3 {Path(sys.argv[0]).name}`; "
-            f"launchers of your own must set it as well"
-        ) from None
+            f"launch me with torchrun, e.g. `torchrun --standalone --nproc-per-node 4 --max-restarts 3 "
+            f"{Path(sys.argv[0]).name}`: the environment has no usable RANK, WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT, which launchers of your own must set as well"
+        )
+    index, world_size, port = (int(number) for number in numbers)
+    return index, world_size, address, port
 
 
 def prepare() -> Activity:

@@ -241,6 +241,34 @@ def test_every_call_order_on_one_rank(tmp_path: Path) -> None:
     launch(1, call_orders_again, tmp_path, before)
 
 
+def look_at_the_guard(folder: Path, meet: Barrier, fails: bool) -> list[str]:
+    initialise(folder)
+    training = bags()
+    guard = training.protect(2, 1, window=3)
+    shown = [repr(guard)]
+    with suppress(Broken), guard.step():
+        training.body()
+        shown.append(repr(guard))
+        if fails:
+            raise Broken("one\ntwo")
+    if fails:
+        return [*shown, repr(guard)]
+    guard.close()
+    return [*shown, repr(guard)]
+
+
+def test_a_guard_shows_itself_in_a_line(tmp_path: Path) -> None:
+    for fails, end in ((False, "the job is finished"), (True, "step 0 failed (Broken: one)")):
+        folder = tmp_path / str(fails)
+        folder.mkdir()
+        found = launch(2, look_at_the_guard, folder, fails)
+        for rank, shown in enumerate(found):
+            head = f"<Guard of job 'guard', rank {rank} of 2: next step"
+            rest = "window 3, Code(n=2, k=1)"
+            assert shown[:2] == [f"{head} 0, {rest}, between steps>", f"{head} 0, {rest}, in a step>"]
+            assert shown[2] == f"{head} {0 if fails else 1}, {rest}, {end}>"
+
+
 # --- a step that fails on one of several ranks ---------------------------------------------------
 
 

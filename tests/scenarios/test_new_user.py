@@ -164,3 +164,17 @@ def test_memory_of_another_model_is_named_with_the_command_that_removes_it(launc
     launches.remove(told[1])
     assert not launches.left
     assert launches("close", columns=8)[0] == "begins with step 0\n"
+
+
+def test_the_script_of_the_readme_started_by_plain_python_says_how_to_launch_it(launches: Launches) -> None:
+    for name in ("README.md", "docs/index.md"):
+        script = re.findall(r"```python\n(import os, shutil.*?)```", (ROOT / name).read_text(), re.DOTALL)[0]
+        launches.place.write("train.py", script)
+        code, printed, said = launches.place.run(
+            [sys.executable, "train.py"], changed={"PYTHONPATH": str(ROOT)}
+        )
+        assert code == 1 and not printed and not launches.left
+        assert said.splitlines()[-1].startswith(
+            "ecemb.errors.ConfigurationError: launch me with torchrun, e.g. `torchrun --standalone "
+            "--nproc-per-node 4 --max-restarts 3 train.py`: "
+        )
