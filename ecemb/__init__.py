@@ -64,6 +64,9 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    from .requirements import check
+
+    check()
     for public, home in _HOME.items():
         module = import_module(f"{__name__}.{home}")
         globals()[public] = module if public == home else getattr(module, public)

@@ -107,7 +107,7 @@ class Guard:
         training.tables.watch(hooks)
 
     def __repr__(self) -> str:
-        """One line: job, rank, next step, window, code, and a step that is open or failed, or the job's end."""
+        """Job, rank, next step, window, code, and a step that is open or failed, or the job's end."""
         job, transactions = self._session, self._transactions
         state = "in a step" if self._is_open() else "between steps"
         if self._background.is_lacking:

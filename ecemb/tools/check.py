@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import requirements
 from ..errors import ConfigurationError, EcembError, NotInitialized, PeerFailure
 from ..net.wording import byte_size, counted
 
@@ -58,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
         The exit code.
 
     Raises:
-        ConfigurationError: No launcher started this process, and the number of ranks is not given.
+        ConfigurationError: No launcher started this process, and the number of ranks is not given; or torch
+            is missing, or another version than ecemb takes.
     """
     if "RANK" not in os.environ:
         if options.hosts < 1 or (options.ranks_per_host or 0) < 1:
@@ -66,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
                 "`check` takes the job's ranks: give --ranks-per-host N (and --hosts N), from 1 on, or "
                 "launch it as the training is: torchrun --nproc-per-node N -m ecemb check SCRIPT"
             )
+        requirements.check()
         return _launch(options)
     rank = os.environ["RANK"]
     try:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .. import requirements
 from ..errors import EcembError
 
 COMMANDS = {
@@ -51,6 +52,16 @@ def main(words: Sequence[str], version: str) -> int:
     Returns:
         The exit code.
     """
+    try:
+        if words and not words[0].startswith("-"):
+            requirements.check_platform()
+        return _run(words, version)
+    except EcembError as error:
+        print(f"ecemb: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(words: Sequence[str], version: str) -> int:
     parser = Parser(
         prog="ecemb", description="Protects embedding tables against the loss of machines.", epilog=_AFTER
     )
@@ -70,8 +81,4 @@ def main(words: Sequence[str], version: str) -> int:
     if options.the_command is None:
         print(parser.format_help(), end="", file=sys.stderr)
         return 2
-    try:
-        return options.run(options)
-    except EcembError as error:
-        print(f"ecemb: {error}", file=sys.stderr)
-        return 1
+    return options.run(options)

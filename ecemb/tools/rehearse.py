@@ -25,6 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from .. import requirements
 from ..errors import ConfigurationError, EcembError
 from ..launch.preload import imported_by
 from ..net.wording import counted
@@ -179,7 +180,8 @@ def run(options: argparse.Namespace) -> int:
         The exit code: 1 if a run with failures left other bits, or failed.
 
     Raises:
-        ConfigurationError: An option breaks a rule, or the script is missing.
+        ConfigurationError: An option breaks a rule, the script is missing, or torch is, or another version
+            than ecemb takes.
     """
     if not options.script.is_file():
         raise ConfigurationError(f"{options.script} is not a file: name the script that trains")
@@ -188,6 +190,7 @@ def run(options: argparse.Namespace) -> int:
             f"rehearse takes at least 1 rank and {_LEAST_STEPS} steps, not --ranks {options.ranks} "
             f"--steps {options.steps}"
         )
+    requirements.check()
     if options.keep is not None:
         try:
             options.keep.mkdir(parents=True)
