@@ -1,5 +1,6 @@
 """Mixed precision, gradient accumulation and learning rate schedules inside a step.
 
+    pip install .
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/amp.py
 
 All that changes state is in the step's body: every micro-batch, the scaler, the schedules. What belongs
@@ -23,12 +24,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 import ecemb
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.add_argument("--steps", type=int, default=300)
+parser.add_argument("--steps", type=int, default=300, help="of the whole training")
 parser.add_argument("--parts", type=int, default=4, help="micro-batches of a step")
 parser.add_argument("--rows", type=int, default=10_000, help="of the table")
 parser.add_argument("--batch", type=int, default=256, help="lines of a micro-batch")
-parser.add_argument("--job", default="amp", help="names the arenas: same job, same memory")
-parser.add_argument("--arena-dir", default="/dev/shm")
+parser.add_argument("--seed", type=int, default=1, help="of the model, and of what is drawn")
+parser.add_argument("--job", default="amp", help="the job's name: same name, same memory")
+parser.add_argument("--arena-dir", default="/dev/shm", help="folder of the job's memory")
+parser.add_argument("--code", default="2,1", help="n,k: any n-k of n blocks may be lost")
 args = parser.parse_args()
 
 
@@ -54,9 +57,9 @@ logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)
 torch.sparse.check_sparse_tensor_invariants.disable()  # what is torch's default, less a warning
 ecemb.init_process_group("gloo", job=args.job, arena_dir=args.arena_dir)
 rank, ranks = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(1)  # the same on every rank: the model
+torch.manual_seed(args.seed)  # the same on every rank: the model
 model = Clicks()
-torch.manual_seed(100 + rank)  # from here on, each rank has its own luck
+torch.manual_seed(args.seed * ranks + rank)  # from here on, each rank has its own luck
 sparse = torch.optim.Adagrad([model.table.weight], lr=0.1)
 dense = torch.optim.Adam(model.head.parameters(), lr=3e-3)
 warmup, decay = LinearLR(sparse, total_iters=args.steps // 10 + 1), CosineAnnealingLR(dense, T_max=args.steps)
@@ -64,9 +67,9 @@ warmup, decay = LinearLR(sparse, total_iters=args.steps // 10 + 1), CosineAnneal
 # scaler tells all ranks, so that all of them leave the update out.
 scaler = ShardedGradScaler("cpu", growth_interval=50)
 
-code = ecemb.Code(n=2, k=1)
+n, k = map(int, args.code.split(","))
 state = {"scaler": scaler, "warmup": warmup, "decay": decay}
-guard = ecemb.protect(model, optimizers=[sparse, dense], code=code, state=state)
+guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(n=n, k=k), state=state)
 for _ in range(guard.next_step, args.steps):
     with guard.step() as step:
         sparse.zero_grad()

@@ -1,5 +1,6 @@
 """Matrix factorisation over tables that the script shards by hand, kept alive by ecemb.
 
+    pip install .
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/by_hand.py
 
 Row i of a table lies on rank i % ranks, as that rank's local row i // ranks, in a plain nn.Embedding that is
@@ -24,15 +25,16 @@ import ecemb
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--ratings", type=Path, help="a file of ratings, by tabs, instead of made-up ones")
-parser.add_argument("--steps", type=int, default=600)
+parser.add_argument("--steps", type=int, default=600, help="of the whole training")
 parser.add_argument("--users", type=int, default=2000)
 parser.add_argument("--items", type=int, default=1000)
 parser.add_argument("--lines", type=int, default=100_000, help="ratings to make up")
 parser.add_argument("--dim", type=int, default=16)
 parser.add_argument("--batch", type=int, default=512, help="ratings per rank and step")
+parser.add_argument("--seed", type=int, default=1, help="of the model, and of what is drawn")
+parser.add_argument("--job", default="by-hand", help="the job's name: same name, same memory")
+parser.add_argument("--arena-dir", default="/dev/shm", help="folder of the job's memory")
 parser.add_argument("--code", default="2,1", help="n,k: any n-k of n blocks may be lost")
-parser.add_argument("--job", default="by-hand", help="names the arenas: same job, same memory")
-parser.add_argument("--arena-dir", default="/dev/shm")
 args = parser.parse_args()
 
 
@@ -98,7 +100,7 @@ def ratings() -> tuple[Tensor, Tensor, Tensor]:
         fields = [line.split("\t") for line in args.ratings.read_text("utf-8").splitlines()]
         users, items = (torch.tensor([int(line[i]) for line in fields]) for i in (0, 1))
         return users, items, torch.tensor([float(line[2]) for line in fields])
-    own = torch.Generator().manual_seed(1)
+    own = torch.Generator().manual_seed(args.seed)
     users = torch.randint(args.users, (args.lines,), generator=own)
     items = torch.randint(args.items, (args.lines,), generator=own)
     left, right = (torch.randn(rows, 3, generator=own) for rows in (args.users, args.items))
@@ -109,7 +111,7 @@ logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)
 torch.sparse.check_sparse_tensor_invariants.disable()  # what is torch's default, less a warning
 ecemb.init_process_group("gloo", job=args.job, arena_dir=args.arena_dir)
 rank, ranks = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(rank)  # each rank has rows of its own; the mean begins as a constant, the same on all
+torch.manual_seed(args.seed * ranks + rank)  # each rank has rows of its own; the mean begins as a constant
 users, items, stars = ratings()
 model = Factors(int(users.max()) + 1, int(items.max()) + 1, args.dim)
 sparse = torch.optim.Adagrad([model.users.local.weight, model.items.local.weight], lr=0.1)

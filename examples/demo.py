@@ -1,5 +1,6 @@
 """The main job, whole: train, kill workers and their memory in mid-training, compare byte by byte.
 
+    pip install .
     python examples/demo.py [--code 4,3] [--ranks 4] [--cold]
 
 Trains examples/word2vec.py under stock torchrun twice, with workers that `ecemb-run` starts (with `--cold`:
@@ -32,8 +33,8 @@ from ecemb.memory.scan import arenas
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--code", default="4,3", help="n,k: n-k ranks are killed at once")
 parser.add_argument("--ranks", type=int, default=4)
-parser.add_argument("--steps", type=int, default=200)
-parser.add_argument("--arena-dir", default="/dev/shm")
+parser.add_argument("--steps", type=int, default=200, help="of the whole training")
+parser.add_argument("--arena-dir", default="/dev/shm", help="folder of the job's memory")
 parser.add_argument(
     "--seed", type=int, default=None, help="of the moments and the victims; random if not given"
 )

@@ -1,5 +1,6 @@
 """DLRM on Criteo's click logs, 26 tables sharded over ranks, kept alive by ecemb.
 
+    pip install .
     torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/dlrm.py
 
 Kill any worker while it trains (`kill -9 PID`): training goes on from the step that was in flight,
@@ -35,16 +36,16 @@ OPTIMIZERS = {
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--data", type=Path, help="a file in Criteo's format, in place of made-up rows")
-parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--steps", type=int, default=200, help="of the whole training")
 parser.add_argument("--held-out", type=int, default=10, help="batches per rank to test on, not to train on")
 parser.add_argument("--workers", type=int, default=0, help="processes per rank that read data")
 parser.add_argument("--rows", type=int, default=20_000, help="of each table; ids are hashed into them")
 parser.add_argument("--dim", type=int, default=16, help="of the embeddings")
 parser.add_argument("--batch", type=int, default=256, help="lines per rank and step")
 parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad", help="of the tables")
-parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--job", default="dlrm", help="names the arenas: same job, same memory")
-parser.add_argument("--arena-dir", default="/dev/shm")
+parser.add_argument("--seed", type=int, default=1, help="of the model, and of what is drawn")
+parser.add_argument("--job", default="dlrm", help="the job's name: same name, same memory")
+parser.add_argument("--arena-dir", default="/dev/shm", help="folder of the job's memory")
 parser.add_argument("--code", default="4,3", help="n,k: any n-k of n blocks may be lost")
 parser.add_argument("--save", type=Path, help="folder for every rank's final state")
 args = parser.parse_args()

@@ -1,5 +1,6 @@
 """TorchRec's pipelined training loop, on made-up clicks, kept alive by ecemb.
 
+    pip install '.[torchrec-cpu]' && pip install --no-deps torchrec==1.8.0    # with CUDA: '.[torchrec]'
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/golden_training.py
 
 Each line that ecemb needs has a comment `# ecemb`. TrainPipelineSparseDist distributes the ids of the next
@@ -32,11 +33,13 @@ from torchrec.streamable import Pipelineable
 import ecemb  # ecemb
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--steps", type=int, default=100, help="of the whole training")
 parser.add_argument("--rows", type=int, default=20_000, help="of each table")
 parser.add_argument("--batch", type=int, default=128, help="lines per rank and step")
-parser.add_argument("--job", default="golden", help="the name of this training")
-parser.add_argument("--arena-dir", default="/dev/shm")  # ecemb
+parser.add_argument("--seed", type=int, default=1, help="of the model, and of what is drawn")
+parser.add_argument("--job", default="golden", help="the job's name: same name, same memory")
+parser.add_argument("--arena-dir", default="/dev/shm", help="folder of the job's memory")  # ecemb
+parser.add_argument("--code", default="2,1", help="n,k: any n-k of n blocks may be lost")  # ecemb
 args = parser.parse_args()
 
 FEATURES = ["user", "item", "shop", "query"]
@@ -68,7 +71,7 @@ class Batch(Pipelineable):
 def batches(first: int) -> Iterator[Batch]:
     """This rank's batches from a number on. Batch i follows from i."""
     for number in count(first):
-        random = torch.Generator().manual_seed(number * ranks + rank)
+        random = torch.Generator().manual_seed(args.seed * 1_000_003 + number * ranks + rank)
         lengths = torch.randint(0, 4, (len(FEATURES) * args.batch,), generator=random)
         ids = torch.randint(args.rows, (int(lengths.sum()),), generator=random)
         dense = torch.rand(args.batch, DENSE, generator=random)
@@ -79,7 +82,7 @@ def batches(first: int) -> Iterator[Batch]:
 ecemb.init_process_group("gloo", job=args.job, arena_dir=args.arena_dir)  # ecemb: in place of dist's
 rank, ranks = dist.get_rank(), dist.get_world_size()
 device = torch.device("cpu")
-torch.manual_seed(0)
+torch.manual_seed(args.seed)
 tables = EmbeddingBagCollection(
     device=torch.device("meta"),
     tables=[
@@ -95,7 +98,8 @@ dense = KeyedOptimizerWrapper(
 )
 optimizer = CombinedOptimizer([model.fused_optimizer, dense])
 pipeline = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
-guard = ecemb.protect(model, optimizers=optimizer, code=ecemb.Code(n=2, k=1))  # ecemb
+n, k = map(int, args.code.split(","))  # ecemb
+guard = ecemb.protect(model, optimizers=optimizer, code=ecemb.Code(n=n, k=k))  # ecemb
 
 ahead = batches(guard.next_step)  # ecemb: batches(0) without it
 for number in range(guard.next_step, args.steps):  # ecemb: range(args.steps) without it

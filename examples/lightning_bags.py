@@ -1,5 +1,6 @@
 """A LightningModule with sharded tables, kept alive by a callback.
 
+    pip install '.[examples]'
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/lightning_bags.py
 
 Lightning's own epochs, optimizer steps and schedules are recovered with the tables. Kill any worker while it
@@ -31,8 +32,10 @@ parser.add_argument("--rows", type=int, default=10_000, help="of the table")
 parser.add_argument("--batch", type=int, default=128, help="lines per rank")
 parser.add_argument("--accumulate", type=int, default=2, help="batches of a step: gradients are added up")
 parser.add_argument("--clip", type=float, default=1.0, help="the most that the dense gradients' norm may be")
-parser.add_argument("--job", default="lightning", help="names the arenas: same job, same memory")
-parser.add_argument("--arena-dir", default="/dev/shm")
+parser.add_argument("--seed", type=int, default=1, help="of the model, and of what is drawn")
+parser.add_argument("--job", default="lightning", help="the job's name: same name, same memory")
+parser.add_argument("--arena-dir", default="/dev/shm", help="folder of the job's memory")
+parser.add_argument("--code", default="2,1", help="n,k: any n-k of n blocks may be lost")
 args = parser.parse_args()
 
 
@@ -68,13 +71,14 @@ logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)
 torch.sparse.check_sparse_tensor_invariants.disable()  # what is torch's default, less a warning
 ecemb.init_process_group("gloo", job=args.job, arena_dir=args.arena_dir)  # before the Trainer is made
 rank, ranks = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(1)
+torch.manual_seed(args.seed)
 ids = torch.randint(args.rows, (args.lines, 8))
 lines = TensorDataset(ids, (ids.sum(1) % 2).float())
 model = Clicks()
 loader = DataLoader(lines, args.batch, sampler=DistributedSampler(lines, ranks, rank))
 
-protection = Protection(code=ecemb.Code(n=2, k=1))
+n, k = map(int, args.code.split(","))
+protection = Protection(code=ecemb.Code(n=n, k=k))
 trainer = lightning.Trainer(
     accelerator="cpu",
     strategy="ddp" if ranks > 1 else "auto",

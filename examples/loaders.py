@@ -1,5 +1,6 @@
 """Data from a DataLoader with workers, none of it lost or met twice, whenever a rank dies.
 
+    pip install '.[examples]'
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/loaders.py
 
 `guard.batches(loader)` takes torch's DataLoader and torchdata's StatefulDataLoader, and commits the position
@@ -26,13 +27,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import ecemb
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.add_argument("--steps", type=int, default=300)
+parser.add_argument("--steps", type=int, default=300, help="of the whole training")
 parser.add_argument("--lines", type=int, default=20_000, help="of an epoch")
 parser.add_argument("--rows", type=int, default=10_000, help="of the table")
 parser.add_argument("--batch", type=int, default=64)
 parser.add_argument("--workers", type=int, default=2, help="processes per rank that read")
-parser.add_argument("--job", default="loaders", help="names the arenas: same job, same memory")
-parser.add_argument("--arena-dir", default="/dev/shm")
+parser.add_argument("--seed", type=int, default=1, help="of the model, and of what is drawn")
+parser.add_argument("--job", default="loaders", help="the job's name: same name, same memory")
+parser.add_argument("--arena-dir", default="/dev/shm", help="folder of the job's memory")
+parser.add_argument("--code", default="2,1", help="n,k: any n-k of n blocks may be lost")
 args = parser.parse_args()
 
 
@@ -81,14 +84,15 @@ logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)
 torch.sparse.check_sparse_tensor_invariants.disable()  # what is torch's default, less a warning
 ecemb.init_process_group("gloo", job=args.job, arena_dir=args.arena_dir)
 rank, ranks = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(1)
+torch.manual_seed(args.seed)
 table = ecemb.nn.ShardedEmbeddingBag(args.rows, 8, device="meta", name="ids")
 model = nn.Sequential(table, nn.Linear(8, 1))
 sparse = torch.optim.SparseAdam([table.weight], lr=0.01)
 dense = torch.optim.SGD(model[1].parameters(), lr=0.1)
 seen = Seen()
 
-guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(n=2, k=1), state=seen)
+n, k = map(int, args.code.split(","))
+guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(n=n, k=k), state=seen)
 loader = StatefulDataLoader(Stream(rank, ranks), batch_size=args.batch, num_workers=args.workers)
 batches = guard.batches(loader)  # endless: epoch after epoch
 for _ in range(guard.next_step, args.steps):

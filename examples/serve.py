@@ -1,5 +1,6 @@
 """Answers nearest words over HTTP, from the newest checkpoint of a training of word vectors that goes on.
 
+    pip install .
     torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/word2vec.py --checkpoints vectors
     python examples/serve.py vectors
     curl localhost:8000/list

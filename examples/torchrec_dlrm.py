@@ -1,5 +1,6 @@
 """TorchRec's DLRM on Criteo's click logs, 26 tables sharded by TorchRec, kept alive by ecemb.
 
+    pip install '.[torchrec-cpu]' && pip install --no-deps torchrec==1.8.0    # with CUDA: '.[torchrec]'
     torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/torchrec_dlrm.py
 
 Kill any worker while it trains (`kill -9 PID`): training goes on from the step that was in flight, and ends
@@ -37,13 +38,16 @@ FEATURES = [f"category {i}" for i in range(CATEGORIES)]
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--data", type=Path, help="a file in Criteo's format, in place of made-up rows")
-parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--steps", type=int, default=100, help="of the whole training")
 parser.add_argument("--rows", type=int, default=20_000, help="of each table; ids are hashed into them")
 parser.add_argument("--dim", type=int, default=16, help="of the embeddings")
 parser.add_argument("--batch", type=int, default=256, help="lines per rank and step")
-parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--job", default="torchrec-dlrm", help="the name of this training")
+parser.add_argument("--seed", type=int, default=1, help="of the model, and of what is drawn")
+parser.add_argument("--job", default="torchrec-dlrm", help="the job's name: same name, same memory")
+parser.add_argument("--arena-dir", default="/dev/shm", help="folder of the job's memory")
+parser.add_argument("--code", default="4,3", help="n,k: any n-k of n blocks may be lost")
 args = parser.parse_args()
+n, k = map(int, args.code.split(","))
 
 
 class Batch(NamedTuple):
@@ -157,7 +161,7 @@ for noisy in ("torchrec", "torch.fx"):
     logging.getLogger(noisy).setLevel(logging.ERROR)
 warnings.simplefilter("ignore", FutureWarning)  # TorchRec's own calls
 torch.set_num_threads(1)
-ecemb.init_process_group("gloo", job=args.job)
+ecemb.init_process_group("gloo", job=args.job, arena_dir=args.arena_dir)
 rank, ranks = dist.get_rank(), dist.get_world_size()
 batches = Batches(rank, ranks)
 
@@ -181,7 +185,7 @@ dense = KeyedOptimizerWrapper(
     lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
 )
 optimizer = CombinedOptimizer([model.fused_optimizer, dense])
-guard = ecemb.protect(model, optimizers=optimizer, code=ecemb.Code(n=4, k=3), state=batches, window="auto")
+guard = ecemb.protect(model, optimizers=optimizer, code=ecemb.Code(n, k), state=batches, window="auto")
 
 
 @guard.step()

@@ -1,5 +1,6 @@
 """Two-tower retrieval on TorchRec: users and items as vectors, close where they meet, kept alive by ecemb.
 
+    pip install '.[torchrec-cpu]' && pip install --no-deps torchrec==1.8.0    # with CUDA: '.[torchrec]'
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/two_tower.py
 
 Each line that ecemb needs has a comment `# ecemb`. The batch's other items are the negatives of a user. A
@@ -28,12 +29,14 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 import ecemb  # ecemb
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--steps", type=int, default=200, help="of the whole training")
 parser.add_argument("--rows", type=int, default=20_000, help="of each table")
 parser.add_argument("--lines", type=int, default=20_000, help="meetings of a user and an item, per rank")
 parser.add_argument("--batch", type=int, default=128, help="lines per rank and step")
-parser.add_argument("--job", default="two-tower", help="the name of this training")
-parser.add_argument("--arena-dir", default="/dev/shm")  # ecemb
+parser.add_argument("--seed", type=int, default=1, help="of the model, and of what is drawn")
+parser.add_argument("--job", default="two-tower", help="the job's name: same name, same memory")
+parser.add_argument("--arena-dir", default="/dev/shm", help="folder of the job's memory")  # ecemb
+parser.add_argument("--code", default="2,1", help="n,k: any n-k of n blocks may be lost")  # ecemb
 args = parser.parse_args()
 DIM, TOWERS = 16, ("user", "item")
 
@@ -57,7 +60,7 @@ class TwoTower(nn.Module):
 
 ecemb.init_process_group("gloo", job=args.job, arena_dir=args.arena_dir)  # ecemb: in place of dist's
 rank, ranks = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0)
+torch.manual_seed(args.seed)
 tables = EmbeddingBagCollection(
     device=torch.device("meta"),
     tables=[
@@ -75,11 +78,12 @@ optimizer = CombinedOptimizer([model.fused_optimizer, towers])
 schedule = CosineAnnealingLR(towers._optimizer, T_max=args.steps)
 mean = MeanMetric(sync_on_compute=False)
 
-torch.manual_seed(1 + rank)  # from here on, each rank has its own lines
+torch.manual_seed(args.seed * ranks + rank)  # from here on, each rank has its own lines
 users = torch.randint(args.rows, (args.lines,))
 loader = DataLoader(TensorDataset(users, users * 31 % args.rows), args.batch, shuffle=True, drop_last=True)
 state = {"schedule": schedule, "mean": mean}  # ecemb
-guard = ecemb.protect(model, optimizers=optimizer, code=ecemb.Code(n=2, k=1), state=state)  # ecemb
+n, k = map(int, args.code.split(","))  # ecemb
+guard = ecemb.protect(model, optimizers=optimizer, code=ecemb.Code(n=n, k=k), state=state)  # ecemb
 
 batches = guard.batches(loader)  # ecemb: epoch after epoch
 for number in range(guard.next_step, args.steps):  # ecemb: range(args.steps) without it

@@ -1,5 +1,6 @@
 """Word vectors: skip-gram with negative sampling, tables sharded over ranks, kept alive by ecemb.
 
+    pip install .
     torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/word2vec.py
 
 Kill any worker while it trains (`kill -9 PID`): training goes on from the step that was in flight,
@@ -34,13 +35,13 @@ POLICIES = ("one_shot", "consecutive", "intermittent")  # of Check-N-Run
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--text", type=Path, help="a text to read instead of CPython's reference")
-parser.add_argument("--steps", type=int, default=600)
+parser.add_argument("--steps", type=int, default=600, help="of the whole training")
 parser.add_argument("--dim", type=int, default=64, help="of the vectors")
 parser.add_argument("--batch", type=int, default=256, help="centre words per rank and step")
 parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad", help="of the tables")
-parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--job", default="word2vec", help="names the arenas: same job, same memory")
-parser.add_argument("--arena-dir", default="/dev/shm")
+parser.add_argument("--seed", type=int, default=1, help="of the model, and of what is drawn")
+parser.add_argument("--job", default="word2vec", help="the job's name: same name, same memory")
+parser.add_argument("--arena-dir", default="/dev/shm", help="folder of the job's memory")
 parser.add_argument("--code", default="4,3", help="n,k: any n-k of n blocks may be lost")
 parser.add_argument("--elastic", action="store_true", help="go on with any number of ranks")
 parser.add_argument("--save", type=Path, help="folder for every rank's final state")

@@ -1,4 +1,7 @@
-"""`ecemb arenas ls` and `rm`: lists and removes the arenas of this user."""
+"""`ecemb arenas ls` and `rm`: lists and removes the arenas of this user.
+
+Owns the words for an arena's state and their meaning, which `top` shows as well.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EcembError
-from ..memory.header import Found
+from ..memory.header import Found, State
 from ..memory.scan import arenas, remove
 from ..net.wording import aligned
 
-SHOWS = ""
+SHOWS = """
+`ls` and `top` have the same words: LIVE, a process trains on the arena; down, none does, and a launch of the
+job goes on from it; stale, the job went on without it; INIT and REBUILDING, it is being filled; FINISHED, the
+job is closed; torn or damaged, its header can't be read. The next step is the first that is not committed.
+"""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +63,32 @@ def rank_of(found: Found) -> int | None:
     return found.header.constants.rank if found.header else None
 
 
+def next_step(found: Found) -> int | None:
+    """An arena's first step that is not committed; None if it has no state yet, or no readable header."""
+    return found.header.committed if found.header and found.header.committed >= 0 else None
+
+
+def states(found: Sequence[Found]) -> list[str]:
+    """A word for each arena of a machine, or of a job on it: what its memory is good for now.
+
+    "LIVE" if a process trains on it, "down" if it is LIVE and no process holds it; "stale" if the job went on
+    without it; "torn" or "damaged" if its header can't be read; else the name of its `State`.
+    """
+    joined: dict[str | None, int] = {}
+    for one in found:
+        if one.header is not None:
+            joined[one.job] = max(joined.get(one.job, one.header.joined), one.header.joined)
+    return [_state(one, joined.get(one.job, 0)) for one in found]
+
+
+def _state(one: Found, joined: int) -> str:
+    if one.header is None:
+        return "torn" if one.torn else "damaged"
+    if one.header.joined < joined:
+        return "stale"
+    return "down" if one.header.state is State.LIVE and one.holder is None else one.header.state.name
+
+
 def printed(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], table: str) -> str:
     """The text that a command prints for arenas: JSON, their table, or a line that says there are none."""
     if options.json:
@@ -72,7 +105,8 @@ def run_ls(options: argparse.Namespace) -> int:
     Returns:
         The exit code: 0.
     """
-    rows = [_row(found) for found in arenas_of(options)]
+    found = arenas_of(options)
+    rows = [_row(one, state) for one, state in zip(found, states(found), strict=True)]
     print(printed(options, rows, _text(rows)))
     return 0
 
@@ -114,19 +148,21 @@ def _remove(chosen: Iterable[Found | Path], *, force: bool) -> int:
     return code
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: Found, state: str) -> dict[str, Any]:
     """One arena as `ls` shows it; None for values that its header doesn't have.
 
-    `state` is "torn" or "damaged" if the header can't be read, and `damage` says why. `pid` is the process
-    that holds the arena, else the last one that attached, unless that one has closed it; `alive` says whether
-    a process holds it. `joined` is the last generation that the arena was a member of.
+    `state` is one of `states`; `damage` says why a header can't be read. `next_step`, `committed` and
+    `prepared` are steps; the first of them is None until there is one. `pid` is the process that holds the
+    arena, else the last one that attached, unless that one has closed it; `alive` says whether a process
+    holds it. `joined` is the last generation that the arena was a member of.
     """
     header = found.header
     return {
         "job": found.job,
         "host": found.host,
         "rank": rank_of(found),
-        "state": header.state.name if header else "torn" if found.torn else "damaged",
+        "state": state,
+        "next_step": next_step(found),
         "committed": header.committed if header else None,
         "prepared": header.prepared if header else None,
         "pid": found.holder or found.pid or None,
@@ -140,11 +176,11 @@ def _row(found: Found) -> dict[str, Any]:
 
 
 def _text(rows: Sequence[Mapping[str, Any]]) -> str:
-    named = ("job", "host", "rank", "state", "committed", "prepared", "pid")
     lines: list[list[str]] = []
     for row in rows:
-        shown = ["-" if row[name] is None else str(row[name]) for name in named]
-        lines.append(
-            [*shown, "yes" if row["alive"] else "no", f"{row['size_bytes'] / 2**20:.1f}", row["path"]]
-        )
-    return aligned((*named, "alive", "MiB", "path"), lines, [row["damage"] for row in rows if row["damage"]])
+        pid = row["pid"] if row["alive"] else None
+        values = [row["job"], row["host"], row["rank"], row["state"], row["next_step"]]
+        shown = ["-" if value is None else str(value) for value in (*values, pid)]
+        lines.append([*shown[:-1], f"{row['size_bytes'] / 2**20:.1f}", shown[-1], row["path"]])
+    titles = ("job", "host", "rank", "state", "next step", "MiB", "pid", "path")
+    return aligned(titles, lines, [row["damage"] for row in rows if row["damage"]])

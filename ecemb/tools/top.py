@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from ..errors import ConfigurationError
-from ..memory.header import Found, Header, State, Word
+from ..memory.header import Found, Word
 from ..net.wording import aligned
 from ..recovery.plan import Kind
-from .arenas import add_arena_dir, arenas_of, printed, rank_of
+from .arenas import add_arena_dir, arenas_of, next_step, printed, rank_of, states
 
 SHOWS = """
-Of each arena of this user: the step that is next to be committed; how many steps it is behind the furthest
-rank of its job that is seen here; how many steps are open, that is, run without being in parity yet; the age
-of parity, which is the time since the last commit; memory; the process; and the last recovery. It reads
-headers alone, and changes nothing.
+Of each arena of this user: its state, in the words of `ecemb arenas --help`; the next step, which is the
+first that is not committed; how many steps it is behind the furthest rank of its job here; how many steps are
+open, that is, run without being in parity yet; the age of parity, which is the time since the last commit;
+memory; the process; and the last recovery. It reads headers alone, and changes nothing.
 """
 _COLOURS = {"LIVE": "green", "down": "red", "damaged": "red", "INIT": "yellow", "REBUILDING": "yellow"}
 
@@ -84,9 +84,8 @@ class Line:
         job: From the folder's name.
         host: From the folder's name.
         rank: The logical rank that the memory belongs to.
-        state: Name of a `State`; "down" if LIVE and held by no process; "stale" if the job continued
-            without this arena; "torn" or "damaged" if the header can't be read.
-        step: The first step that is not committed.
+        state: One of `arenas.states`.
+        next_step: The first step that is not committed.
         behind: Steps that the job's furthest rank on this machine has committed and this rank hasn't.
         open: Steps whose changes are not in parity: the one in flight, and those of an open window.
         lacking_bytes: Bytes of its rows and parity that are still to be rebuilt, beside training; else 0.
@@ -102,7 +101,7 @@ class Line:
     host: str | None
     rank: int | None
     state: str
-    step: int | None
+    next_step: int | None
     behind: int | None
     open: int | None
     lacking_bytes: int
@@ -129,14 +128,16 @@ def lines(found: Sequence[Found], now_ns: int) -> list[Line]:
     for job, header in known:
         if header.joined == joined[job]:
             reached[job] = max(reached.get(job, header.committed), header.committed)
-    return [_line(one, joined.get(one.job, 0), reached.get(one.job, 0), now_ns) for one in found]
+    return [
+        _line(one, state, reached.get(one.job, 0), now_ns)
+        for one, state in zip(found, states(found), strict=True)
+    ]
 
 
-def _line(one: Found, joined: int, reached: int, now_ns: int) -> Line:
-    header, words = one.header, one.words
-    step = age = recovery = None
+def _line(one: Found, state: str, reached: int, now_ns: int) -> Line:
+    header, words, step = one.header, one.words, next_step(one)
+    age = recovery = None
     if header is not None:
-        step = header.committed if header.committed >= 0 else None
         if words[Word.COMMITTED_NS]:
             age = max(0, now_ns - words[Word.COMMITTED_NS]) / 1e9
         if words[Word.RECOVERED_NS] and 0 < words[Word.RECOVERY_KIND] <= len(get_args(Kind)):
@@ -150,8 +151,8 @@ def _line(one: Found, joined: int, reached: int, now_ns: int) -> Line:
         job=one.job,
         host=one.host,
         rank=rank_of(one),
-        state=_state(one, header, joined),
-        step=step,
+        state=state,
+        next_step=step,
         behind=None if step is None else reached - step,
         open=None if step is None else max(0, words[Word.ROWS_LABEL] - step, words[Word.NEXT_LABEL] - step),
         lacking_bytes=words[Word.LACKING_BYTES] if header else 0,
@@ -164,15 +165,7 @@ def _line(one: Found, joined: int, reached: int, now_ns: int) -> Line:
     )
 
 
-def _state(one: Found, header: Header | None, joined: int) -> str:
-    if header is None:
-        return "torn" if one.torn else "damaged"
-    if header.joined < joined:
-        return "stale"
-    return "down" if header.state is State.LIVE and one.holder is None else header.state.name
-
-
-_NUMBERS = ("step", "behind", "open", "parity age", "MiB")
+_NUMBERS = ("next step", "behind", "open", "parity age", "MiB")
 _TITLES = ("job", "host", "rank", "state", *_NUMBERS, "pid", "last recovery")
 
 
@@ -228,7 +221,7 @@ def _table(shown: Sequence[Line], title: str) -> Any:
 
 
 def _cells(one: Line) -> list[str]:
-    numbers = [one.job, one.host, one.rank, one.state, one.step, one.behind, one.open]
+    numbers = [one.job, one.host, one.rank, one.state, one.next_step, one.behind, one.open]
     cells = ["-" if value is None else str(value) for value in numbers]
     if one.lacking_bytes:
         cells[3] += f", {one.lacking_bytes / 2**20:.0f} MiB to go"

@@ -7,6 +7,7 @@ each of the steps that are given.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import runpy
@@ -48,6 +49,8 @@ SCRIPTS = {  # arguments, the steps that rank 1 dies in, what it imports
     # step 4 is the first one of its epoch
     "two_tower": ("--steps 6 --rows 5000 --lines 32 --batch 8", [4], "torchrec.distributed"),
 }
+TRAININGS = [*SCRIPTS, "dlrm", "torchrec_dlrm", "word2vec"]
+ORDER = ["--steps", "--rows", "--dim", "--batch", "--seed", "--job", "--arena-dir", "--code"]
 MARKED = ("golden_training", "two_tower")
 MOST_LINES, MOST_MARKS = 120, 12
 
@@ -170,6 +173,45 @@ def test_the_lines_for_ecemb_are_marked_and_few(name: str) -> None:
     marked = [line for line in lines if "  # ecemb" in line]
     assert [line for line in lines if ("ecemb" in line or "guard" in line) and line not in marked] == []
     assert len(marked) <= MOST_MARKS and len(lines) <= MOST_LINES
+
+
+def options(name: str) -> dict[str, dict[str, str]]:
+    """The options of an example, in their order: name -> what add_argument is given."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.walk(ast.parse((ROOT / "examples" / f"{name}.py").read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "parser.add_argument":
+            given = {str(one.arg): ast.unparse(one.value) for one in node.keywords}
+            found[ast.literal_eval(node.args[0])] = given
+    return found
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_all_examples_take_the_same_options(name: str) -> None:
+    found, others = options(name), options("word2vec")
+    length = "--epochs" if name == "lightning_bags" else "--steps"
+    assert found.keys() >= {length, "--batch"}
+    for one in ("--seed", "--job", "--arena-dir", "--code"):
+        assert found[one] | {"default": ""} == others[one] | {"default": ""}, one
+    assert found["--job"]["default"].replace("-", "_").strip("'") in name
+    assert [one for one in found if one in ORDER] == [one for one in ORDER if one in found]
+
+
+@pytest.mark.parametrize("name", [*TRAININGS, "demo", "serve"])
+def test_an_example_says_what_to_install(name: str) -> None:
+    tree = ast.parse((ROOT / "examples" / f"{name}.py").read_text())
+    imported = {
+        str(one).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for one in ([node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+    }
+    further = imported - {*sys.stdlib_module_names, "ecemb", "baselines", "torch"}
+    [install] = [line for line in (ast.get_docstring(tree) or "").splitlines() if "pip install" in line]
+    extra = {"": "", "torchdata": "[examples]", "pytorch_lightning": "[examples]"}.get("".join(further))
+    if extra is None:
+        assert "torchrec" in further and "torchrec==" in install
+        extra = "[torchrec-cpu]"
+    assert f"pip install '.{extra}'" in install if extra else install.strip() == "pip install ."
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ecemb.tools.arenas import arenas_of
 from support.arena_holders import create, hold, holding
 
 SECOND_NS = 10**9
+SAME = ["job", "host", "rank", "state", "next step", "MiB", "pid"]
 
 
 def leave(arena_dir: Path, job: str = "ctr", **changes: Any) -> Path:
@@ -64,7 +66,7 @@ def test_what_a_living_arena_says(arena_dir: Path, capsys: pytest.CaptureFixture
             "host": "a",
             "rank": 2,
             "state": "LIVE",
-            "step": 6,
+            "next_step": 6,
             "behind": 0,
             "open": 3,
             "lacking_bytes": 0,
@@ -88,7 +90,7 @@ def test_ranks_of_a_job_beside_each_other(arena_dir: Path, capsys: pytest.Captur
     leave(arena_dir, rank=2, state=State.REBUILDING, committed=-1, lacking_bytes=3 << 20)
     leave(arena_dir, "other", committed=80)
     shown = top.lines(every(arena_dir), time.time_ns())
-    assert [(one.rank, one.state, one.step, one.behind) for one in shown] == [
+    assert [(one.rank, one.state, one.next_step, one.behind) for one in shown] == [
         (0, "down", 6, 0),
         (1, "down", 4, 2),
         (2, "REBUILDING", None, None),
@@ -114,6 +116,25 @@ def test_as_plain_text(arena_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert cells[:9] == ["ctr", "a", "0", "down", "6", "0", "0", "5", "min"]
     assert second.endswith("fresh, step 0, 0.00 s, 2.0 h ago")
     assert "cut short" in note
+
+
+def test_in_the_words_of_arenas_ls(arena_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """State, next step, memory and process of the same arenas, by two commands."""
+    held = leave(arena_dir, rank=1)
+    leave(arena_dir)
+    leave(arena_dir, rank=2, joined=2)
+    leave(arena_dir, rank=3, state=State.REBUILDING, committed=-1)
+    found = []
+    with holding(hold, held) as holder:
+        holder.told()
+        for command in ("arenas ls", "top"):
+            assert main([*command.split(), "--arena-dir", str(arena_dir)]) == 0
+            titles, *lines = (re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines())
+            rows = [dict(zip(titles, line, strict=True)) for line in lines]
+            found.append([[row[name] for name in SAME] for row in rows])
+            assert [title for title in titles if title in SAME] == SAME
+    assert found[0] == found[1]
+    assert [row[3] for row in found[0]] == ["down", "LIVE", "stale", "REBUILDING"]
 
 
 def test_only_this_users_arenas(arena_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
