@@ -1,6 +1,7 @@
 # `make check` is what CI runs. Everything runs in .venv, which only python3 is needed for.
 
 PYTHON ?= python3
+PYTHONS ?= $(PYTHON)
 BIN := .venv/bin
 READY := .venv/ready
 
@@ -18,7 +19,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 docs site pages package model failures moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 docs site pages package release-check model failures moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -92,6 +93,19 @@ package: $(READY)  ## build wheel and sdist into dist/, and try the wheel in a c
 	build/package/bin/pip check
 	cd build && package/bin/ecemb --version
 	cd build && package/bin/python -c "import ecemb"
+
+release-check: $(READY)  ## build wheel and sdist into dist/, and try the wheel alone with each Python (PYTHONS="python3.10 python3.13")
+	rm -rf dist build/release
+	$(BIN)/python -m hatchling build
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w build/release/sdist dist/*.tar.gz
+	for python in $(PYTHONS); do \
+		$$python -m venv build/release/$$python && \
+		build/release/$$python/bin/pip install --quiet --disable-pip-version-check --no-deps --no-index dist/*.whl && \
+		build/release/$$python/bin/python -I build/release/$$python/bin/ecemb --help > /dev/null && \
+		(cd build/release && $$python/bin/python -I -m ecemb --help > /dev/null && \
+			$$python/bin/python -I -c "import ecemb, sys; print('ecemb', ecemb.__version__, 'on', sys.version.split()[0])") \
+		|| exit 1; \
+	done
 
 model: $(READY)  ## search all states of the protocol, and what each of its rules prevents (ARGS=--table)
 	$(BIN)/python tests/model $(ARGS)

@@ -73,7 +73,10 @@ def findings(path: Path) -> Iterator[str]:
 def files() -> Iterator[Path]:
     """All files whose prose is checked."""
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    pages = [
+        *(ROOT / "docs").rglob("*.md"),
+        *(page for page in ROOT.glob("*.md") if page.name != "CHANGELOG.md"),
+    ]
     yield from sorted([*paths, *pages])
 
 

@@ -17,7 +17,8 @@ SOURCES = sorted(
     for path in (ROOT / folder).rglob("*.py")
     if path != Path(__file__).resolve()
 )
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+RULES = ("SECURITY.md", "GOVERNANCE.md", "CODE_OF_CONDUCT.md")
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *RULES)]
 DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 ON_THE_SITE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 """Pages of the site, as documents in docs/ link to them -> the file."""
