@@ -178,3 +178,47 @@ def test_the_script_of_the_readme_started_by_plain_python_says_how_to_launch_it(
             "ecemb.errors.ConfigurationError: launch me with torchrun, e.g. `torchrun --standalone "
             "--nproc-per-node 4 --max-restarts 3 train.py`: "
         )
+
+
+NOTEBOOK = """
+import os, signal, sys, traceback
+
+cells, outside = sys.argv[1:], {"__name__": "__main__"}
+for cell in cells:
+    if cell == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        exec(cell, outside)
+    except BaseException as error:
+        print(type(error).__name__, flush=True)
+"""
+"""A kernel: it runs cells in one process, goes on after an error, and may be killed."""
+
+
+def test_what_the_page_on_notebooks_says(launches: Launches) -> None:
+    page = (ROOT / "docs" / "guides" / "notebook.md").read_text()
+    first, steps, last = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    first = first.replace(
+        'job="notebook"', f'job="words-notebook", arena_dir={str(launches.place.arena_dir)!r}'
+    )
+    interrupted = steps.replace("steps(5)", "steps(9)").replace(
+        "sparse.step()", "sparse.step()\n        if step.number == 7: raise KeyboardInterrupt"
+    )
+    launches.place.write(
+        "kernel.py", "import torch\ntorch.sparse.check_sparse_tensor_invariants.disable()" + NOTEBOOK
+    )
+
+    def kernel(*cells: str) -> list[str]:
+        command = [sys.executable, "kernel.py", *cells]
+        _, printed, said = launches.place.run(command, changed={"PYTHONPATH": str(ROOT)})
+        assert printed, said
+        return printed.splitlines()
+
+    fresh, shown, *errors = kernel(
+        first, steps, interrupted, steps, first, "dist.destroy_process_group()", first, "kill"
+    )
+    assert fresh.startswith("fresh start") and "next step 5" in shown
+    assert errors == ["KeyboardInterrupt", "StepFailed", "UsageError", "ArenaBusy"]
+    again, shown, fresh = kernel(first, steps, last, first, last)
+    assert "goes on from step 7" in again and "next step 7" in shown and fresh.startswith("fresh start")
+    assert not launches.left
