@@ -24,6 +24,7 @@ import numpy as np
 from ..errors import UndeclaredWrite
 from ..memory.rank_memory import RankMemory
 from ..net.collectives import Dissemination, Kind, Transport
+from ..net.wording import counted
 from .fingerprints import parity_differs, seed_of
 from .scrub import CHUNK_WORDS, MAX_FINDINGS, Finding, Scrubber, longest_block
 
@@ -42,7 +43,7 @@ WARM_UP = 5
 SHORTEST_S, LONGEST_S = 0.005, 0.05
 """Bounds of the time in which a slice's words are read; between them, that of a step. Longer only where a
 comparison costs more than that without its words, by waiting for the commit thread for example."""
-_LOGGED = 20  # findings in the log, per pass
+_LOGGED, _PLACES = 20, 3  # lines in the log, per pass; findings in a line
 _clock: Callable[[], float] = time.perf_counter
 
 
@@ -238,24 +239,31 @@ class Verifier:
                 "verification: fingerprints of parity and rows differed, and the words themselves do not: "
                 "a bit has flipped while they were read or sent; if it recurs, test memory and network"
             )
+        new: list[Finding] = []
         for one in findings:
             known = sum(_common(words, one.words) for c, words in before if c == one.stripe_class)
             self.wrong_words += len(one.words) - known
             if known < len(one.words):
-                self._log(one)
+                new.append(one)
+        self._log(new)
 
-    def _log(self, finding: Finding) -> None:
+    def _log(self, findings: list[Finding]) -> None:
+        """Logs a slice's new findings in one line: on rank 0 all, elsewhere those that this rank may own."""
         rank = self._memory.rank
-        if self._left_to_log > 0 and (rank == 0 or any(one.rank == rank for one in finding.suspects)):
-            self._left_to_log -= 1
-            logger.warning(
-                "rank %d: parity does not fit rows in %s. The usual cause is a write that was not declared "
-                "(weight.data, numpy, a collective in place): call guard.touch(table, rows) before it, in "
-                "the step; else memory is defective. Until guard.scrub() mends it, what is rebuilt from this "
-                "stripe after a loss would be wrong",
-                rank,
-                finding.place,
-            )
+        places = [one.place for one in findings if rank == 0 or rank in {it.rank for it in one.suspects}]
+        if not places or self._left_to_log <= 0:
+            return
+        self._left_to_log -= 1
+        if (left := len(places) - _PLACES - 1) > 0:
+            places[_PLACES:-1] = [counted(left, "more place")]
+        logger.warning(
+            "rank %d: parity does not fit rows in %s. The usual cause is a write that was not declared "
+            "(weight.data, numpy, a collective in place): call guard.touch(table, rows) before it, in "
+            "the step; else memory is defective. Until guard.scrub() mends it, what is rebuilt from these "
+            "stripes after a loss would be wrong",
+            rank,
+            "; in ".join(places),
+        )
 
 
 def _common(a: range, b: range) -> int:

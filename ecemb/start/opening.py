@@ -375,11 +375,35 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
         level = logging.DEBUG
     logger.log(level, "rank %d: %s", session.rank, report)
     if session.rank == 0 and report.lost and start.world.old is None:
-        compared = "never yet"
-        if report.verified_step is not None:
-            compared = f"{counted(report.step - report.verified_step, 'step')} before the loss"
-        logger.info("parity was last known to fit all rows, from comparisons beside training: %s", compared)
+        _log_evidence(memory, report, is_expected=start.request.verify > 0)
     logger.debug("rank %d: %s", session.rank, details(report))
+
+
+def _log_evidence(memory: RankMemory, report: RecoveryReport, *, is_expected: bool) -> None:
+    """Says how old the evidence is on which lost memory is rebuilt; a warning if there is none at all.
+
+    Args:
+        memory: this rank's arena.
+        report: of a recovery from lost memory.
+        is_expected: whether parity is compared with rows beside training.
+    """
+    known = "parity was last known to fit all rows, from comparisons beside training"
+    if report.verified_step is not None:
+        steps = counted(report.step - report.verified_step, "step")
+        logger.info("%s: %s before the loss", known, steps)
+        return
+    placement, is_compared = memory.geometry.placement, False
+    if placement is not None and not report.in_background:
+        is_compared = all(len(blocks) < placement.r for blocks in placement.erasures(report.lost).values())
+    if is_compared or not is_expected:
+        logger.info("%s: never yet", known)
+        return
+    logger.warning(
+        "%s: never yet. Nor were the blocks that survived compared before the rebuild: if the script writes "
+        "rows that are not declared (weight.data, numpy, a collective in place), rebuilt rows are not as it "
+        "wrote them. python -m ecemb rehearse finds such writes",
+        known,
+    )
 
 
 def _warn_of_lost(state: RankState) -> None:

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ecemb
 from ecemb.errors import ConfigurationError, EcembError, UndeclaredWrite, UsageError
+from ecemb.recovery.verify import WARM_UP
 from ecemb.tools.rehearsal import digests
 from support.processes import run_ranks
 from support.training_lives import launched
@@ -67,16 +68,19 @@ class Script:
     run: Callable[[], None]
     says: str
     error: str
+    ends: int  # the step in front of which all processes end, and a rank's memory is lost
 
 
 SCRIPTS: dict[str, Script] = {}
 
 
-def named(says: str, error: type[EcembError] | None = None) -> Callable[[Callable[[], None]], None]:
+def named(
+    says: str, error: type[EcembError] | None = None, ends: int = ENDS
+) -> Callable[[Callable[[], None]], None]:
     """Registers a script that must be named by a warning with these words, or by an error."""
 
     def register(run: Callable[[], None]) -> None:
-        SCRIPTS[run.__name__] = Script(run, says, error.__name__ if error is not None else "")
+        SCRIPTS[run.__name__] = Script(run, says, error.__name__ if error is not None else "", ends)
 
     return register
 
@@ -212,6 +216,27 @@ def rows_are_normalised_into_a_new_tensor() -> None:
                 train()
             if number % EVERY == EVERY - 1:
                 table.weight.data = functional.normalize(table.weight.data)
+
+
+def normalised_in_place() -> None:
+    with by_hand() as (table, train, guard):
+        for number in range(guard.next_step, STEPS):
+            with guard.step():
+                train()
+            if number % EVERY == EVERY - 1:
+                table.weight.data.copy_(functional.normalize(table.weight.data))
+
+
+@named("parity does not fit rows")
+def rows_are_normalised_in_place_past_torch() -> None:
+    """The first comparison of parity and rows, after `WARM_UP` steps at any pace, names them."""
+    normalised_in_place()
+
+
+@named("parity was last known to fit all rows, from comparisons beside training: never yet", ends=WARM_UP - 1)
+def memory_is_lost_before_the_first_comparison() -> None:
+    """The recovery says that nothing vouches for parity."""
+    normalised_in_place()
 
 
 @mended
@@ -494,7 +519,7 @@ def play(index: int, port: int, root: str) -> dict[str, tuple[Seen, Seen] | str]
         plain, ended = Seen(), Seen()
         try:
             life(plain, script, f"{number}-plain", root, host)
-            life(ended, script, f"{number}-ended", root, host, 1 if plain.error else ENDS)
+            life(ended, script, f"{number}-ended", root, host, 1 if plain.error else script.ends)
             if not ended.error:
                 if index == 1:
                     [folder] = Path(root).glob(f"*/{number}-ended/{host}")
