@@ -44,6 +44,7 @@ REPLACED = (
 )
 _DTYPES = (torch.float32, torch.float16)
 _OPTIONS = ("eps", "beta1", "beta2", "weight_decay")  # that update_hyper_parameters() may change
+_LOOKUPS = ("iter", "iter_cpu")  # the number of lookups so far
 
 
 class FusedTable(EngineTable):
@@ -146,7 +147,7 @@ class Batch(Unit):
                     f"{self.what} has {kind} of {buffer.dtype} on {buffer.device}: ecemb protects tables of "
                     f"float32 and float16 on CPUs and CUDA devices"
                 )
-        for name in ("learning_rate_tensor", "iter", "iter_cpu", "optimizer_args"):
+        for name in ("learning_rate_tensor", *_LOOKUPS, "optimizer_args"):
             own(self.module, name)
 
     def _table(self, path: str, number: int, config: Any, index: int) -> FusedTable:
@@ -269,13 +270,18 @@ class Batch(Unit):
         check_inside(self.what, shown, self.spans)
 
     def state(self) -> dict[str, Any]:
-        """Learning rate, options and counters, which are not per row."""
+        """Learning rate, options and counters, which are not per row.
+
+        Without the number of lookups, which evaluations change, where no update depends on it.
+        """
         arguments = self.module.optimizer_args
-        counter = {"max_counter": float(self.module.max_counter)} if self._has_max_counter else {}
-        return counter | {
+        counters: dict[str, Any] = {}
+        if self._has_max_counter:
+            counters["max_counter"] = float(self.module.max_counter)
+        if self.rule.counts:
+            counters |= {name: held(self.module, name).item() for name in _LOOKUPS}
+        return counters | {
             "lr": held(self.module, "learning_rate_tensor").item(),
-            "iter": held(self.module, "iter").item(),
-            "iter_cpu": held(self.module, "iter_cpu").item(),
             "options": {name: getattr(arguments, name) for name in _OPTIONS if hasattr(arguments, name)},
             "groups": [options(group) for group in self.kernel.fused_optimizer.param_groups],
         }
@@ -301,8 +307,9 @@ class Batch(Unit):
             )
         with torch.no_grad():
             self.module.learning_rate_tensor.fill_(float(state["lr"]))
-            self.module.iter.fill_(state["iter"])
-            self.module.iter_cpu.fill_(state["iter_cpu"])
+            for name in _LOOKUPS if self.rule.counts else ():
+                if name in state:
+                    getattr(self.module, name).fill_(state[name])
             if self._has_max_counter:
                 self.module.max_counter.fill_(state["max_counter"])
         self.module.optimizer_args = self.module.optimizer_args._replace(**state["options"])

@@ -133,6 +133,19 @@ def test_lookups_that_count_belong_into_a_step(name: str) -> None:
     assert not watched.changed(before)
 
 
+@pytest.mark.parametrize("kind", ["EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"])
+def test_an_evaluation_between_steps_leaves_the_state_as_it_is(kind: str) -> None:
+    """Where no update depends on the number of lookups; so nothing is said of it, and no bit differs."""
+    model = build(TABLES, fused_params={"optimizer": EmbOptimType[kind], "learning_rate": 0.1})
+    watched = Watched(model)
+    with watched.step():
+        train(model, 1)
+    before = watched.tables.state()
+    with torch.no_grad():
+        model(batch({"u": [[1], []], "v": [[], []], "i": [[1], []]}))
+    assert watched.tables.state() == before
+
+
 @pytest.mark.parametrize("name", ["ENSEMBLE_ROWWISE_ADAGRAD"])
 def test_lookups_that_overwrite_all_rows_capture_them(name: str) -> None:
     model = model_of(name)
