@@ -48,10 +48,12 @@ SCRIPTS = {  # arguments, the steps that rank 1 dies in, what it imports
     "golden_training": ("--steps 6 --rows 5000 --batch 8", [3], "torchrec.distributed.train_pipeline"),
     # step 4 is the first one of its epoch
     "two_tower": ("--steps 6 --rows 5000 --lines 32 --batch 8", [4], "torchrec.distributed"),
+    # validations in front of steps 0, 2 and 4, and 4 batches of an epoch
+    "bert4rec": ("--steps 6 --items 60 --users 32 --batch 8 --validate 2", [2, 5], "torchrec.distributed"),
 }
 TRAININGS = [*SCRIPTS, "dlrm", "torchrec_dlrm", "word2vec"]
 ORDER = ["--steps", "--rows", "--dim", "--batch", "--seed", "--job", "--arena-dir", "--code"]
-MARKED = ("golden_training", "two_tower")
+MARKED = ("golden_training", "two_tower", "bert4rec")
 MOST_LINES, MOST_MARKS = 120, 12
 
 
