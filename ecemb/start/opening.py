@@ -387,23 +387,21 @@ def _log_evidence(memory: RankMemory, report: RecoveryReport, *, is_expected: bo
         report: of a recovery from lost memory.
         is_expected: whether parity is compared with rows beside training.
     """
-    known = "parity was last known to fit all rows, from comparisons beside training"
-    if report.verified_step is not None:
-        steps = counted(report.step - report.verified_step, "step")
-        logger.info("%s: %s before the loss", known, steps)
-        return
     placement, is_compared = memory.geometry.placement, False
     if placement is not None and not report.in_background:
         is_compared = all(len(blocks) < placement.r for blocks in placement.erasures(report.lost).values())
-    if is_compared or not is_expected:
-        logger.info("%s: never yet", known)
+    if report.verified_step is None and is_expected and not is_compared:
+        logger.warning(
+            "parity was last known to fit all rows, from comparisons beside training: never yet. Nor were "
+            "the blocks that survived compared before the rebuild: if the script writes rows that are not "
+            "declared (weight.data, numpy, a collective in place), rebuilt rows are not as it wrote them. "
+            "python -m ecemb rehearse finds such writes"
+        )
         return
-    logger.warning(
-        "%s: never yet. Nor were the blocks that survived compared before the rebuild: if the script writes "
-        "rows that are not declared (weight.data, numpy, a collective in place), rebuilt rows are not as it "
-        "wrote them. python -m ecemb rehearse finds such writes",
-        known,
-    )
+    compared = "never yet"
+    if report.verified_step is not None:
+        compared = f"{counted(report.step - report.verified_step, 'step')} before the loss"
+    logger.info("parity was last known to fit all rows, from comparisons beside training: %s", compared)
 
 
 def _warn_of_lost(state: RankState) -> None:
