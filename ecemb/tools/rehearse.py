@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -198,9 +198,24 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigurationError(
                 f"--keep {options.keep} can't be made as a new folder: {error}; name another"
             ) from None
-        return Rehearsal(options, options.keep).play()
-    with tempfile.TemporaryDirectory(prefix="ecemb-rehearsal-") as folder:
+        with _ended_by_sigterm():
+            return Rehearsal(options, options.keep).play()
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="ecemb-rehearsal-") as folder:
         return Rehearsal(options, Path(folder)).play()
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Generator[None]:
+    """SIGTERM, which `timeout` sends, ends a run's processes and removes its memory, as Ctrl-C does."""
+
+    def end(*_: object) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Rehearsal:

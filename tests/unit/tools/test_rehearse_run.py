@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import signal
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -56,3 +59,24 @@ def test_a_write_past_torch_is_found_where_memory_is_lost(
     at = SCRIPT.splitlines().index("        table.weight.data.mul_(2)") + 1
     assert f"the script changes model.e.weight between steps 1 and 2 at {script}, line {at}" in said
     assert said.count("looking for the line") == 1 and not list(arena_dir.rglob("*.arena"))
+
+
+def test_sigterm_ends_what_a_run_has_started(
+    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_server()
+    script, started = tmp_path / "train.py", list[BaseProcess]()
+    script.write_text(SCRIPT)
+
+    def terminated(process: BaseProcess, folder: Path) -> None:
+        started.append(process)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(rehearse, "_wait", terminated)
+    parser = argparse.ArgumentParser()
+    rehearse.add(parser)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        rehearse.run(parser.parse_args(["--ranks", "2", "--steps", "8", str(script), str(arena_dir)]))
+    [agent] = started
+    assert not agent.is_alive() and signal.getsignal(signal.SIGTERM) is before
