@@ -249,9 +249,13 @@ def test_replaced_ranks_train_with_the_rows_and_the_parity_of_all_others(
 # --- answers -------------------------------------------------------------------------------------
 
 
-def two(seed: int, rows: int = 40) -> Job:
-    """Two ranks, of which each holds a copy of the other's rows."""
-    return job_of(2, 1, 2, random.Random(seed), rows)
+def two(seed: int, rows: int = 40, least_words: int = 0) -> Job:
+    """Two ranks, of which each holds a copy of the other's rows; rank 0 has at least so many words."""
+    rng = random.Random(seed)
+    while True:
+        job = job_of(2, 1, 2, rng, rows)
+        if len(job.expected(0, 0)) >= least_words:
+            return job
 
 
 def ask_again(folder: Path, job: Job) -> int:
@@ -275,6 +279,9 @@ def test_what_is_gone_is_asked_for_again(tmp_path: Path, seed: int) -> None:
     assert run_ranks(2, ask_again, tmp_path, two(seed)) == [3, 0]
 
 
+LOOKED_UP = 68  # words from the first on
+
+
 def look_much_up(folder: Path, job: Job) -> None:
     """Rank 0 asks for all rows in one lookup: requests and answers are far more than its sockets hold."""
     narrow = mock.patch.multiple(requester_module, CHUNK_WORDS=16)
@@ -286,7 +293,8 @@ def look_much_up(folder: Path, job: Job) -> None:
         worker.control.barrier("sockets are small")
         if worker.requester is not None:
             requester = worker.requester
-            asked = [requester._ask(0, np.arange(1 << 13) % 64, 4, lambda _: None) for _ in range(2)]
+            words = np.arange(1 << 13) % (LOOKED_UP - 4)
+            asked = [requester._ask(0, words, 4, lambda _: None) for _ in range(2)]
             assert [requester._holders.receive(one) is not None for one in asked] == [True, True]
             requester._holders.send_end()
         worker.close()
@@ -294,7 +302,7 @@ def look_much_up(folder: Path, job: Job) -> None:
 
 def test_a_lookup_of_more_rows_than_sockets_hold_comes_to_its_end(tmp_path: Path, seed: int) -> None:
     """A holder reads a request only when its last answer is on its way."""
-    run_ranks(2, look_much_up, tmp_path, two(seed, rows=4000))
+    run_ranks(2, look_much_up, tmp_path, two(seed, rows=4000, least_words=LOOKED_UP))
 
 
 def read_for_long(folder: Path, job: Job) -> list[bool]:
