@@ -38,6 +38,7 @@ from .memory import scan
 from .memory.arena import Arena
 from .memory.header import Word
 from .memory.private_files import lost_name
+from .net import replacement
 from .net.error_file import cause_of, follows, is_last_attempt, own_failure, placed
 from .net.watch import before_hard_exit, forget, last_exception
 from .net.wording import counted, short
@@ -223,6 +224,8 @@ class Guard:
             self._tables.check()
             aborted = self._transactions.commit()
             self._steps = self._activity.steps = self._steps + 1
+            if self._steps == 1:
+                replacement.made_progress()
             if aborted:
                 step.aborted = self._undone(number, aborted)
             self._verify()
@@ -430,6 +433,8 @@ class Guard:
 
         Returns:
             `job` and `rank`; `next_step`; `steps` that ended in this process, of them `aborted_steps`;
+            `replaced`, the number of processes that `ecemb-run` has replaced before this one, since torchrun
+            last started the rank;
             `window`, the steps of a transaction; `captured_rows`, each once in a transaction; `sent_bytes`
             over the network for protection; `scrubbed_words` of every block, and `verified_words` beside
             training; `wrong_words` that either found, of them `repaired_words`; `verified_age_s`, the time
@@ -444,6 +449,7 @@ class Guard:
             "rank": self._session.rank,
             "next_step": self._transactions.next_step,
             "steps": self._steps,
+            "replaced": replacement.predecessors,
             "aborted_steps": self._aborted,
             "window": self._transactions.window.size,
             "captured_rows": self._transactions.captured_rows,
@@ -560,6 +566,7 @@ class Guard:
         self._transactions.close()
         self._background.end()
         self._transport.close()
+        replacement.leave()
         if self._session.watch is not None:
             self._session.watch.say_goodbye()
         self._closed = why
@@ -821,7 +828,7 @@ class Remaining:
 
     def _say(self, *, is_failed: bool = False) -> None:
         failed = is_failed or isinstance(last_exception(), Exception) or self._activity.failure is not None
-        is_restarted = failed and not is_last_attempt()
+        is_restarted = failed and (replacement.is_due() or not is_last_attempt())
         if os.getpid() != self._pid or is_restarted or not _is_kept(self._arena):
             return
         if not self._unsaid.acquire(blocking=False):

@@ -158,7 +158,7 @@ def init_process_group(
             "torch.distributed is initialised already: call ecemb.init_process_group in place of "
             "torch.distributed.init_process_group, not after it"
         )
-    index, world_size, address, port = rendezvous.environment()
+    index, world_size, *_ = rendezvous.environment()
     timeout_s = timeout.total_seconds()
     if timeout_s <= 0:
         raise ConfigurationError(f"timeout must be positive; it is {timeout_s} s")
@@ -168,13 +168,7 @@ def init_process_group(
         job, host = f"{job[:_CHECKED_NAME]}{CHECKED}", host or _check.host
     directory = Directory(Path(arena_dir), job, socket.gethostname() if host is None else host)
     atexit.register(_remove_empty, directory)
-    deadline = time.monotonic() + timeout_s
-    store = rendezvous.connect_store(address, port, index, timeout)
-    found = directory.scan(timeout_s=timeout_s / 2)
-    job_flags = dist.PrefixStore(f"ecemb/{job}", store)
-    roster, assignments = rendezvous.assemble(
-        job_flags, directory, found, index, world_size, timeout_s, deadline
-    )
+    store, job_flags, found, roster, assignments = rendezvous.meet(job, directory, timeout)
     own = assignments[index]
     patience_s = max(timeout_s, _PATIENCE_S)
     group_store = dist.PrefixStore(f"ecemb/{job}/{roster.prefix}", store)

@@ -66,6 +66,7 @@ _REBUILD = {  # of stats()["rebuild"]: name, description, whether it grows
     "bytes_per_s": ("rebuild_bytes_per_second", "Bytes of them that arrive in a second.", False),
     "waited_s": ("rebuild_waited_seconds", "Wall time that lookups waited for rows.", True),
 }
+_REPLACED = "Processes that ecemb-run replaced before this one, since torchrun last started the rank."
 _AGE = "Time since the stripe was compared with its rows that was compared longest ago; all of them fitted."
 _START = "Wall time of this process's start by phase: before ecemb.protect(), and in it."
 
@@ -191,6 +192,7 @@ class _Collector:
 def _families(guard: Guard) -> Iterator[_Family]:
     stats, report = guard.stats(), guard.recovery
     yield _Family("next_step", "The step to run next.", False, "", {"": stats["next_step"]})
+    yield _Family("replaced_workers", _REPLACED, False, "", {"": stats["replaced"]})
     for name, about in _COUNTS.items():
         yield _Family(name, about, True, "", {"": stats[name]})
     if (age_s := stats["verified_age_s"]) is not None:

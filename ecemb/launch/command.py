@@ -22,6 +22,7 @@ options:
   --preload MODULE     also import this before processes are forked; may be repeated
   --no-preload MODULE  don't import this, nor what is below it, before processes are forked; may be repeated
   --cold               start as `python SCRIPT` does
+  --no-replace         leave every restart to torchrun, also that after a worker's death
   --standby            start the fork server ahead, and no process; it waits until it is used or stopped
   --stop               let this user's fork servers on this host end, as soon as none of their processes runs
   --idle S             seconds without a process after which the server ends (900; on standby never); once
@@ -44,6 +45,7 @@ class Command:
         preload: further modules to import in the server.
         without: modules not to import in the server.
         cold: whether to start without the server.
+        replaces: whether a worker that a signal or a peer's death has ended is replaced here.
         idle_s: seconds without a process after which the server ends; None for never.
         arena_dir: folder of the server's socket.
     """
@@ -56,6 +58,7 @@ class Command:
         self.preload: list[str] = []
         self.without: list[str] = []
         self.cold: bool = False
+        self.replaces: bool = True
         self.idle_s: float | None = None
         self.arena_dir: str = "/dev/shm"
 
@@ -73,9 +76,11 @@ def parse(words: Sequence[str]) -> Command:
         if option in ("-h", "--help"):
             command.action = "help"
             return command
-        if option in ("--cold", "--standby", "--stop") and not equals:
+        if option in ("--cold", "--no-replace", "--standby", "--stop") and not equals:
             if option == "--cold":
                 command.cold = True
+            elif option == "--no-replace":
+                command.replaces = False
             else:
                 command.action = option[2:]
             continue

@@ -22,6 +22,7 @@ import errno
 import gc
 import io
 import json
+import mmap
 import os
 import resource
 import select
@@ -32,7 +33,7 @@ import time
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from ..net import processes
+from ..net import processes, replacement
 from . import preload, wire
 from .servers import FOLDER, LISTENER, Cold, locked
 from .worker import Work, become
@@ -78,6 +79,7 @@ class _Client:
         self.inbox = wire.Inbox(connection)
         self.request: Mapping[str, Any] | None = None  # until a worker is forked for it
         self.worker: int | None = None
+        self.page: mmap.mmap | None = None  # of `replacement`, shared with the worker
 
     @property
     def is_idle(self) -> bool:
@@ -88,6 +90,9 @@ class _Client:
         self.connection.close()
         _close(*self.inbox.descriptors)
         self.inbox.descriptors.clear()
+        if self.page is not None:
+            self.page.close()
+            self.page = None
 
 
 class _Log(io.RawIOBase):
@@ -412,6 +417,7 @@ class Server:
         idle_s = None if idle_s is None else float(idle_s)
         launcher = None if launcher is None else int(launcher)
         work = Work(message["target"], message["arguments"], message["is_module"])
+        client.page = replacement.new_page() if message["replaces"] else None
         gate, opener = os.pipe2(os.O_CLOEXEC)
         sent, client.inbox.descriptors = client.inbox.descriptors, []
         server = os.getpid()
@@ -421,7 +427,8 @@ class Server:
             _close(gate, opener, *sent)
             raise
         if pid == 0:
-            self._become(message, sent, server, gate, opener)
+            page, client.page = client.page, None
+            self._become(message, sent, server, gate, opener, page)
             return work
         self._round_is_fine = self._round_is_fine or not self._running()
         client.worker = pid
@@ -438,7 +445,13 @@ class Server:
         return None
 
     def _become(
-        self, message: Mapping[str, Any], sent: list[int], server: int, gate: int, opener: int
+        self,
+        message: Mapping[str, Any],
+        sent: list[int],
+        server: int,
+        gate: int,
+        opener: int,
+        page: mmap.mmap | None,
     ) -> None:
         """In the new process: closes the server's descriptors, and sets the worker up once it may run."""
         try:
@@ -451,7 +464,7 @@ class Server:
             if not os.read(gate, 1):
                 os._exit(1)  # the stub doesn't know of this worker, or the server has ended
             _close(gate)
-            become(message, sent, server, self._changed, self._torch_seed)
+            become(message, sent, server, self._changed, self._torch_seed, page)
         except BaseException as error:  # noqa: BLE001 - no code of the server may run in this process
             with contextlib.suppress(OSError):
                 os.write(2, f"ecemb-run: the worker could not be set up: {error!r}\n".encode())
@@ -516,8 +529,11 @@ class Server:
                 if client.worker == pid:
                     client.worker = None
                     self._note_end(fine=status == 0)
+                    page = client.page
+                    end, went_on = (0, False) if page is None else replacement.read_page(page)
+                    message = {"what": "ended", "status": status, "end": int(end), "progress": went_on}
                     with contextlib.suppress(OSError):
-                        wire.send(client.connection, {"what": "ended", "status": status})
+                        wire.send(client.connection, message)
                     self._drop(client)
 
     def _note_end(self, *, fine: bool) -> None:

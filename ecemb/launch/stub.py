@@ -1,13 +1,13 @@
 """`ecemb-run`: the command that a launcher starts in place of `python`.
 
 It asks the fork server of this job on this host for a worker, and starts that server if there is none; passes
-signals on to the worker; ends with the worker's status. It imports only a few modules of the standard
-library. If a worker can't be forked, it becomes the plain start `python SCRIPT` instead, and logs the reason
-in one line.
+signals on to the worker; replaces the worker if a signal or a peer's death has ended it (`Replacements`), and
+ends with the last one's status. It imports only a few modules of the standard library. If a worker can't be
+forked, it becomes the plain start `python SCRIPT` instead, and logs the reason in one line.
 
 Invariant: until the server has accepted the request (`_accepted`), every failure leads to a plain start,
-except a wrong command line. After that, only the end of the worker, or of the server, ends this process
-(`_follow`).
+except a wrong command line. After that, only the end of the last worker, or of the server, ends this
+process (`_follow`).
 
 Owns the line of advice about torchrun's settings: those that decide how soon it restarts workers, and whether
 it does. They are read from this process's environment and from torchrun's command line.
@@ -27,6 +27,7 @@ from typing import NamedTuple, NoReturn
 
 from ..errors import ConfigurationError, EcembError
 from ..net import processes
+from ..net.replacement import End
 from . import wire
 from .command import USAGE, Command, parse
 from .servers import (
@@ -60,6 +61,10 @@ Those that this process ignores are among them: the script may handle them.
 """
 _PLAIN = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that Python ignores, and that a started program must have at their default."""
+_TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+"""Signals by which a launcher or a user ends the job: a worker that got one is not replaced."""
+MOST_WITHOUT_PROGRESS, MOST_A_MINUTE = 3, 20
+"""Replacements in a row in which no step ended, and in a minute."""
 _LOOK_S = 1.0
 _START_S = 900.0
 _ATTEMPTS = 5
@@ -93,13 +98,14 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
             _fail(wire.line(error))
     _advise()
     try:
-        worker = _accepted(command)
+        given = _prepared(command)
+        worker = _accepted(command, given)
     except (Cold, EcembError, OSError) as error:
         reason = wire.line(error)
         if isinstance(error, OSError):
             reason = f"no fork server can be found or started below {command.arena_dir}: {reason}"
     else:
-        _end(_follow(worker))
+        _end(_followed(command, given, worker))
     if not command.cold:
         _say(f"{command.target} starts cold: {reason}")
     _become_plain(command)
@@ -182,6 +188,22 @@ def _run_here(command: Command) -> NoReturn:
 # --- warm ---------------------------------------------------------------------------------------------
 
 
+class _Given(NamedTuple):
+    """What every worker of this process is started with.
+
+    Attributes:
+        numbers: the descriptors that it gets.
+        parent: the launcher, this process's parent when it began.
+        ignored: signals that this process was started to ignore.
+        blocked: signals that were blocked.
+    """
+
+    numbers: list[int]
+    parent: int
+    ignored: list[int]
+    blocked: Set[int]
+
+
 class _Worker(NamedTuple):
     """A worker that the server has forked: no plain start may replace it any more.
 
@@ -189,22 +211,36 @@ class _Worker(NamedTuple):
         connection: to the server; once it is closed, the worker is killed.
         inbox: further messages of the server.
         info: a signal that came before the acceptance was read, if any, to be passed on to the worker.
-        launcher: this process's parent when it began.
         log: path of the server's log.
     """
 
     connection: socket.socket
     inbox: wire.Inbox
     info: signal.struct_siginfo | None
-    launcher: int
     log: str
 
 
-def _accepted(command: Command) -> _Worker:
-    """Requests a worker that runs the script, and waits until the server has forked it.
+class _Ended(NamedTuple):
+    """A worker's end.
+
+    Attributes:
+        status: as `os.wait` returns it.
+        end: what the worker has written of its end.
+        progress: whether a step ended in it.
+        passed: signals that were passed on to it.
+    """
+
+    status: int
+    end: End
+    progress: bool
+    passed: Set[int]
+
+
+def _prepared(command: Command) -> _Given:
+    """What workers are started with.
 
     Raises:
-        Cold: the script can't run in a worker; no part of it has run.
+        Cold: the script can't run in a worker.
         EcembError, OSError: likewise.
     """
     reason = _why_cold(command)
@@ -222,35 +258,50 @@ def _accepted(command: Command) -> _Worker:
         for number in signal.valid_signals()
         if number not in _PLAIN and signal.getsignal(number) == signal.SIG_IGN
     ]
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return _Given(numbers, parent, ignored, signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+def _accepted(command: Command, given: _Given, replaced: int = 0) -> _Worker:
+    """Requests a worker that runs the script, and waits until the server has forked it.
+
+    Args:
+        command: this process's.
+        given: what the worker is started with.
+        replaced: number of workers before it.
+
+    Raises:
+        Cold: the script can't run in a worker; no part of it has run.
+        EcembError, OSError: likewise.
+    """
     try:  # includes the call that blocks signals: it runs handlers, which may raise
         signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(Gone):
-                return _ask(command, numbers, parent, ignored, blocked)
+                return _ask(command, given, replaced)
         raise Cold("the fork server ended at every request; its log may say why")
     except BaseException:
         processes.drop_pending(signal.SIGIO)  # of a connection that is closed now
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, given.blocked)
         raise
 
 
-def _ask(command: Command, numbers: list[int], parent: int, ignored: list[int], blocked: Set[int]) -> _Worker:
+def _ask(command: Command, given: _Given, replaced: int) -> _Worker:
     with place_of(command.arena_dir) as place:
         name = wire.server_name(preloads(command), os.environ.get("TORCHELASTIC_RUN_ID", ""))
         log = os.path.join(os.readlink(f"/proc/self/fd/{place}"), f"{name}.log")
-        connection = connected(place, name) or started(place, name, command, numbers, blocked)
+        connection = connected(place, name)
+        if connection is None:
+            connection = started(place, name, command, given.numbers, given.blocked)
     try:
         wire.check_peer(connection)
         fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
-        launcher = parent if "TORCHELASTIC_RUN_ID" in os.environ else None
         connection.settimeout(_START_S)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a refusal may be there
-            _send_request(connection, command, name, launcher, numbers, ignored, blocked)
+            _send_request(connection, command, name, given, replaced)
         connection.setblocking(False)
         inbox = wire.Inbox(connection)
-        return _Worker(connection, inbox, _await_acceptance(connection, inbox), parent, log)
+        return _Worker(connection, inbox, _await_acceptance(connection, inbox), log)
     except wire.Foreign as error:
         connection.close()
         raise Cold(f"the fork server isn't this user's: {error}") from error
@@ -260,13 +311,7 @@ def _ask(command: Command, numbers: list[int], parent: int, ignored: list[int], 
 
 
 def _send_request(
-    connection: socket.socket,
-    command: Command,
-    name: str,
-    launcher: int | None,
-    numbers: list[int],
-    ignored: list[int],
-    blocked: Set[int],
+    connection: socket.socket, command: Command, name: str, given: _Given, replaced: int
 ) -> None:
     here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     umask = os.umask(0)
@@ -276,7 +321,7 @@ def _send_request(
             "what": "run",
             "name": name,
             "idle_s": command.idle_s,
-            "launcher": launcher,
+            "launcher": given.parent if "TORCHELASTIC_RUN_ID" in os.environ else None,
             "is_module": command.is_module,
             "target": command.target,
             "arguments": command.arguments,
@@ -286,11 +331,13 @@ def _send_request(
             "unbuffered": bool(getattr(sys.stdout, "write_through", False)),  # python -u
             "umask": umask,
             "processors": sorted(os.sched_getaffinity(0)),
-            "ignored": ignored,
-            "blocked": sorted(map(int, blocked)),
-            "descriptors": numbers,
+            "ignored": given.ignored,
+            "blocked": sorted(map(int, given.blocked)),
+            "descriptors": given.numbers,
+            "replaces": command.replaces,
+            "replaced": replaced,
         }
-        wire.send(connection, request, [here, *numbers])
+        wire.send(connection, request, [here, *given.numbers])
     finally:
         os.close(here)
 
@@ -325,24 +372,87 @@ def _await_acceptance(connection: socket.socket, inbox: wire.Inbox) -> signal.st
         info = signal.sigtimedwait(_HEARD, _LOOK_S)  # handled after messages that came before it
 
 
-def _follow(worker: _Worker) -> int:
-    """Passes signals on until the worker has ended. Ends this process if the server has ended before.
+def _followed(command: Command, given: _Given, worker: _Worker) -> int:
+    """Follows the worker, and those that replace it.
 
     Returns:
-        The worker's status, as `os.wait` returns it.
+        The status of the last one, as `os.wait` returns it.
     """
-    info = worker.info
+    budget = Replacements()
+    while True:
+        ended = _follow(worker, given.parent)
+        worker.connection.close()
+        if not _is_replaced(ended) or not budget.spend(time.monotonic(), progress=ended.progress):
+            return ended.status
+        # It is the predecessor's error file: should the job fail later, torchrun would take it for the cause.
+        with contextlib.suppress(OSError):
+            os.unlink(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        try:
+            worker = _accepted(command, given, budget.count)
+        except (Cold, EcembError, OSError) as error:
+            _print(f"the worker is not replaced, torchrun restarts the job: {wire.line(error)}")
+            return ended.status
+
+
+class Replacements:
+    """How many workers may be replaced before torchrun restarts the job.
+
+    Without a limit a worker that dies at every start would be replaced for ever.
+
+    Attributes:
+        count: number of workers that were replaced.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._times: list[float] = []
+        self._without_progress = 0
+
+    def spend(self, now: float, *, progress: bool) -> bool:
+        """Counts a replacement; False if there may be none.
+
+        Args:
+            now: on time.monotonic().
+            progress: whether a step ended in the worker that is to be replaced.
+        """
+        self._without_progress = 0 if progress else self._without_progress + 1
+        self._times = [one for one in self._times if one > now - 60]
+        if self._without_progress > MOST_WITHOUT_PROGRESS or len(self._times) >= MOST_A_MINUTE:
+            return False
+        self._times.append(now)
+        self.count += 1
+        return True
+
+
+def _is_replaced(ended: _Ended) -> bool:
+    """Whether a worker's end is one that this process mends: docs/protocol.md, 3.5."""
+    if ended.passed & _TOLD_TO_END:
+        return False
+    if ended.end is End.PEER_DIED:
+        return True
+    return (
+        ended.end is End.IF_KILLED
+        and os.WIFSIGNALED(ended.status)
+        and os.WTERMSIG(ended.status) not in ended.passed
+    )
+
+
+def _follow(worker: _Worker, launcher: int) -> _Ended:
+    """Passes signals on until the worker has ended. Ends this process if the server has ended before."""
+    info, passed = worker.info, set[int]()
     while True:
         alive = _read(worker.inbox)
         while (message := worker.inbox.take()) is not None:
             if message.get("what") == "ended":
-                return int(message["status"])  # pyright: ignore
+                end, progress = End(message["end"]), bool(message["progress"])
+                return _Ended(int(message["status"]), end, progress, passed)  # pyright: ignore
         if not alive:
             _print(f"the fork server has ended, and its workers with it; {worker.log} may say why")
             os._exit(1)
         if info is not None and info.si_signo != signal.SIGIO:
             # A launcher signals the process group of its child; the worker is in another group.
-            group = info.si_pid == worker.launcher and "TORCHELASTIC_RUN_ID" in os.environ
+            group = info.si_pid == launcher and "TORCHELASTIC_RUN_ID" in os.environ
+            passed.add(info.si_signo)
             with contextlib.suppress(OSError):
                 wire.send(worker.connection, {"what": "signal", "signal": info.si_signo, "group": group})
         info = signal.sigtimedwait(_HEARD, _LOOK_S)

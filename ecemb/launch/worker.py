@@ -13,6 +13,7 @@ import fcntl
 import importlib
 import io
 import logging
+import mmap
 import os
 import random
 import runpy
@@ -25,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from typing import Any, NamedTuple
 
-from ..net import processes
+from ..net import processes, replacement
 
 
 def become(
@@ -34,6 +35,7 @@ def become(
     server: int,
     changed: Mapping[str, str | None],
     torch_seed: int | None,
+    page: mmap.mmap | None,
 ) -> None:
     """Turns a process that was just forked, with all signals blocked, into the requested worker.
 
@@ -43,6 +45,7 @@ def become(
         server: id of the process that this one was forked from; its own descriptors are closed already.
         changed: environment variables that imports have set, or removed (None), as they would have done here.
         torch_seed: the random seed with which torch was imported; None if it was not.
+        page: of `replacement`, shared with the server; None if the worker may not be replaced.
     """
     os.setsid()
     if not processes.die_with_parent(server):
@@ -59,6 +62,7 @@ def become(
     os.umask(request["umask"])
     os.sched_setaffinity(0, request["processors"])
     _open_streams(unbuffered=request["unbuffered"])
+    replacement.begin(page, int(request["replaced"]))
     _seed_anew(torch_seed)
     _renew_library()
     processes.show_command(request["command_line"])

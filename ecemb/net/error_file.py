@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ..errors import PeerFailure
+from . import replacement
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -159,6 +160,8 @@ def lost_peer(
 
 def way_on() -> str:
     """The remedy for messages of errors that a restart mends: by torchrun, or by hand after its last one."""
+    if replacement.is_possible():
+        return "end this process, so that ecemb-run replaces it, or torchrun restarts the job from its arenas"
     if is_last_attempt():
         return "end this process, and launch the job again: it goes on from its arenas"
     return "end this process, so that torchrun restarts the job from its arenas"

@@ -226,6 +226,8 @@ _GUESTS = 64  # callers without a proof at a time, in addition to the expected c
 _STAGGER_S = 0.25  # before a peer's next address is tried, in parallel with the last
 _PAUSE_S = 0.5  # before all of a peer's addresses are tried again
 _TICK_S = 0.05
+CHECK_S = 0.25
+"""Time between two checks of `connect`."""
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
@@ -263,7 +265,13 @@ class Listener:
 
 
 def connect(
-    listener: Listener, index: int, size: int, peers: Mapping[int, Peer], secret: bytes, deadline: float
+    listener: Listener,
+    index: int,
+    size: int,
+    peers: Mapping[int, Peer],
+    secret: bytes,
+    deadline: float,
+    check: Callable[[], None] = lambda: None,
 ) -> list[Link]:
     """Links this worker with its neighbours. All workers.
 
@@ -274,6 +282,7 @@ def connect(
         peers: index -> neighbour; each neighbour has this worker among its own neighbours.
         secret: known to the workers of this start only.
         deadline: on time.monotonic().
+        check: called now and then while neighbours are missing; may raise an error, which ends the wait.
 
     Returns:
         A link with each neighbour, in the order of `peers`. A link may have received bytes already.
@@ -283,7 +292,7 @@ def connect(
     """
     meeting = _Meeting(listener, index, size, peers, secret)
     try:
-        return meeting.hold(deadline)
+        return meeting.hold(deadline, check)
     except BaseException:
         for link in meeting.links.values():
             link.close()
@@ -342,10 +351,14 @@ class _Meeting:
         self._selector = selectors.PollSelector()  # an epoll's set would be shared with forked children
         self._selector.register(listener.socket, selectors.EVENT_READ)
 
-    def hold(self, deadline: float) -> list[Link]:
+    def hold(self, deadline: float, check: Callable[[], None]) -> list[Link]:
         """Runs until all neighbours are linked."""
+        check_at = time.monotonic() + CHECK_S
         while missing := [peer for peer in self._peers if peer not in self.links]:
             now = time.monotonic()
+            if now > check_at:
+                check()
+                check_at = now + CHECK_S
             for peer in missing:
                 if peer in self._calls:
                     self._dial(self._calls[peer], now)

@@ -16,8 +16,10 @@ import logging
 import os
 import secrets
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -30,15 +32,20 @@ from ..errors import ConfigurationError, RendezvousError
 from ..memory.arena import Arena
 from ..memory.scan import Directory, Found
 from ..state.ddp_buckets import note_made
+from . import processes, replacement
 from .assignment import Assignment, Report, Roster, Worker, assign
-from .error_file import Activity
-from .links import Listener, Peer, connect, neighbours, own_addresses
-from .processes import die_with_parent
-from .roster import agree
+from .error_file import Activity, follows
+from .links import CHECK_S, Listener, Peer, connect, neighbours, own_addresses
+from .roster import StoreGone, Superseded, agree, is_replaced
 from .watch import FailureDetector
 from .worker_exit import hook
 
 logger: logging.Logger = logging.getLogger("ecemb")
+
+_PATIENCE_S = 5.0
+"""How long a replacement waits for the other workers, besides twice its own time since its fork."""
+_STUCK_S = 2.0
+"""How long it waits for the end of a process that holds an arena of the job."""
 
 
 def environment() -> tuple[int, int, str, int]:
@@ -73,11 +80,90 @@ def prepare() -> Activity:
     _die_with_agent()
     hook.prepare()
     hook.watch, hook.activity = None, Activity()
+    replacement.join()
     note_made()
     return hook.activity
 
 
-def assemble(
+class Met(NamedTuple):
+    """What the workers of a start have agreed on.
+
+    Attributes:
+        store: torchrun's.
+        job_flags: the part of the store that outlives this start.
+        found: the arenas of this host.
+        roster: the workers and their arenas.
+        assignments: of each worker, in the order of torchrun's RANK.
+    """
+
+    store: dist.Store
+    job_flags: dist.Store
+    found: Sequence[Found]
+    roster: Roster
+    assignments: tuple[Assignment, ...]
+
+
+def meet(job: str, directory: Directory, timeout: datetime.timedelta) -> Met:
+    """Agrees on the roster, assigns ranks, and begins to watch the other workers. All ranks.
+
+    Begins again when a worker has died meanwhile and was replaced, which torchrun does not notice. A worker
+    that is a replacement itself waits only for a while for others: if an agent or a host is lost, or a
+    process can't end, only torchrun can restart the job.
+
+    Args:
+        job: name of the job.
+        directory: this host's folder of arenas.
+        timeout: deadline, and how long a peer may be silent afterwards.
+
+    Returns:
+        What all workers agreed on. If there are other workers, the failure detector is `hook.watch`.
+
+    Raises:
+        ArenaBusy: a living process holds an arena of this job.
+        ArenaIncompatible: another version of ecemb wrote an arena of this job.
+        RendezvousError: the workers did not agree before the deadline, or don't fit the arenas.
+        InconsistentArenas: the arenas contradict each other.
+    """
+    index, world_size, address, port = environment()
+    timeout_s = timeout.total_seconds()
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            store = connect_store(address, port, index, timeout)
+            found = directory.scan(timeout_s=_STUCK_S if replacement.predecessors else timeout_s / 2)
+            _check_ended(found)
+            job_flags = dist.PrefixStore(f"ecemb/{job}", store)
+            made = _assemble(job_flags, directory, found, index, world_size, timeout_s, deadline)
+            return Met(store, job_flags, found, *made)
+        except Superseded:
+            logger.debug("a worker was replaced while the workers met: they meet again")
+        except StoreGone:
+            # Without a store of the agents', the store of the start before ends with its RANK 0.
+            if not replacement.predecessors or _has_agents_store() or time.monotonic() > deadline:
+                raise
+            time.sleep(CHECK_S)
+
+
+def _check_ended(found: Sequence[Found]) -> None:
+    """Checks that the processes that this process and others replace have ended.
+
+    Raises:
+        RendezvousError: one has not; its main thread may be in a call that keeps the interpreter's lock.
+    """
+    held = [one for one in found if one.holder not in (None, os.getpid())]
+    if held and replacement.predecessors:
+        raise _given_up(
+            f"process {held[0].holder} of the job holds its arena {_STUCK_S:.0f} s after another one's death"
+        )
+
+
+def _given_up(why: str) -> RendezvousError:
+    """The error of a replacement that leaves the restart to torchrun; not the cause in its summary."""
+    replacement.leave()
+    return follows(RendezvousError(f"{why}: this process ends, so that torchrun restarts all workers"))
+
+
+def _assemble(
     job_flags: dist.Store,
     directory: Directory,
     found: Sequence[Found],
@@ -86,39 +172,47 @@ def assemble(
     timeout_s: float,
     deadline: float,
 ) -> tuple[Roster, tuple[Assignment, ...]]:
-    """Agrees on the roster, assigns ranks, and begins to watch the other workers. All ranks.
-
-    Args:
-        job_flags: the part of the store that outlives this start.
-        directory: this host's folder of arenas.
-        found: the arenas in it.
-        index: torchrun's RANK.
-        world_size: number of workers.
-        timeout_s: how long a peer may be silent.
-        deadline: deadline of the rendezvous, on time.monotonic().
-
-    Returns:
-        The roster, and the assignment of each worker, in the order of torchrun's RANK. If there are other
-        workers, the failure detector is `hook.watch`.
+    """One attempt of `meet`.
 
     Raises:
-        ArenaBusy: a living process holds an arena of this job.
-        ArenaIncompatible: another version of ecemb wrote an arena of this job.
-        RendezvousError: the workers did not agree before the deadline, or don't fit the arenas.
-        InconsistentArenas: the arenas contradict each other.
+        Superseded: a worker died meanwhile, and was replaced.
+        StoreGone: the store does not answer any more.
     """
+    patience_s = _PATIENCE_S + 2 * (time.monotonic() - (processes.script_began or time.monotonic()))
+    meet_by = min(deadline, time.monotonic() + patience_s) if replacement.predecessors else deadline
     with Listener() as listener:
         addresses = own_addresses(os.environ["MASTER_ADDR"])
         worker = Worker(directory.host, secrets.token_hex(8), os.getpid(), addresses, listener.port)
         reports = [_report(directory, one) for one in found]
-        roster = agree(job_flags, worker, reports, index, world_size, deadline)
+        try:
+            roster = agree(job_flags, worker, reports, index, world_size, meet_by)
+        except StoreGone:
+            raise
+        except RendezvousError as error:
+            if time.monotonic() < meet_by or meet_by == deadline:
+                raise
+            raise _given_up(
+                f"workers that ecemb-run should replace have not come back within {patience_s:.0f} s"
+            ) from error
         assignments = assign(roster.workers, roster.reports, roster.opened)
         peers = [
             Peer(f"rank {own.rank} (host {worker.host}, pid {worker.pid})", worker.addresses, worker.port)
             for own, worker in zip(assignments, roster.workers, strict=True)
         ]
         near = {one: peers[one] for one in neighbours(index, world_size)}
-        links = connect(listener, index, world_size, near, bytes.fromhex(roster.secret), deadline)
+
+        def check() -> None:
+            if any(is_replaced(job_flags, roster.workers[one], one, deadline) for one in near):
+                raise Superseded
+
+        try:
+            links = connect(listener, index, world_size, near, bytes.fromhex(roster.secret), deadline, check)
+        except RendezvousError:
+            until = time.monotonic() + (_PATIENCE_S if replacement.is_possible() else 0)
+            while time.monotonic() < until:
+                check()
+                time.sleep(CHECK_S)
+            raise
         names = [peer.name for peer in peers]
         if links:
             hook.watch = FailureDetector(links, index, names, timeout_s, activity=hook.activity)
@@ -181,7 +275,7 @@ def connect_store(address: str, port: int, index: int, timeout: datetime.timedel
     Raises:
         RendezvousError: no store answers.
     """
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agents = _has_agents_store()
     if agents and index == 0 and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         # Surviving agents keep the address of the first round's store and don't send it to a new agent
         # (torch 2.13); if the host of that store is lost, they even continue with a dead address.
@@ -203,6 +297,10 @@ def connect_store(address: str, port: int, index: int, timeout: datetime.timedel
             f"no store answers at {address}:{port} within {timeout.total_seconds():.0f} s: "
             f"{str(error).splitlines()[0]}; is torchrun's agent alive?"
         ) from error
+
+
+def _has_agents_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _report(directory: Directory, found: Found) -> Report:
@@ -235,5 +333,5 @@ def _die_with_agent() -> None:
 
     A worker runs in a session of its own: otherwise it would continue the training after a killed agent.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and not die_with_parent(os.getppid()):
+    if "TORCHELASTIC_RUN_ID" in os.environ and not processes.die_with_parent(os.getppid()):
         raise RendezvousError("torchrun's agent ended while this worker was starting: launch the job again")

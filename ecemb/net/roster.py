@@ -11,6 +11,10 @@ dead worker never counts: the leader replaces it when that worker's successor ha
     roster/P      a proposal: the roster of all       taken/P     number of workers that have taken it
     verdict/P     it counts, or the proposal instead  current     proposals in the store, and nonces
 
+Where workers are replaced one by one, the leader may die alone, and living workers wait for its proposals.
+Its successor can't tell these from dead ones: it puts `again` into all mailboxes and verdicts of these
+proposals, and every worker that reads it announces itself anew, with another nonce.
+
 The entries don't grow with the tables, nor from start to start: a start overwrites or removes the entries of
 the last start. All workers but the leader make a few operations, whatever the number of workers is, and wait
 without polling; while the leader waits for workers, it polls one counter.
@@ -49,7 +53,7 @@ T = TypeVar("T")
 
 MOST_BYTES = 4 << 20
 """Largest value. torch's store accepts 8 MiB, and resets a connection that sends more."""
-_COUNTS = "counts"
+_COUNTS, _AGAIN = "counts", "again"
 _OWN_STORE = "Give the launch an --rdzv-id and --rdzv-endpoint of its own"
 _SHORTEST_S, _LONGEST_S = 0.005, 0.05  # between two reads of a counter
 _ROUNDING_S = 0.01  # the store rounds deadlines
@@ -78,8 +82,10 @@ def agree(
         The same roster on all workers.
 
     Raises:
-        RendezvousError: a worker did not come before the deadline, the store is gone, or it holds values
-            that are not ecemb's.
+        Superseded: the leader died, and its successor wants every worker to announce itself anew.
+        StoreGone: the store does not answer any more.
+        RendezvousError: a worker did not come before the deadline, or the store holds values that are not
+            ecemb's.
     """
     client = _StoreClient(store, deadline)
     _announce(client, worker, reports, index)
@@ -88,13 +94,41 @@ def agree(
     try:
         name = client.wait(f"plan/{worker.nonce}")
         while True:
+            if name == _AGAIN:
+                raise Superseded
             _take(client, name, worker.nonce, world_size)
             verdict = client.wait(f"verdict/{name}")
+            if verdict == _AGAIN:
+                raise Superseded
             if verdict == _COUNTS:
                 return read_roster(client.get(f"roster/{name}"), client.domains)
             name = verdict
     except TimeoutError:  # if all workers have announced themselves, the leader does not answer
         raise _late(world_size, _unannounced(client, range(world_size)) or [0]) from None
+
+
+def is_replaced(store: dist.Store, worker: Worker, index: int, deadline: float) -> bool:
+    """Whether another process has announced itself in place of a worker of this start's roster.
+
+    Args:
+        store: the store of the job, for all workers.
+        worker: a worker of the roster.
+        index: its RANK.
+        deadline: on time.monotonic().
+
+    Raises:
+        StoreGone: the store does not answer any more.
+    """
+    client = _StoreClient(store, deadline)
+    return read_roster(client.get(f"announce/{index}"), client.domains).workers[0].nonce != worker.nonce
+
+
+class Superseded(Exception):
+    """This start's rendezvous begins again: a worker in it has died, and was replaced."""
+
+
+class StoreGone(RendezvousError):
+    """The store does not answer any more."""
 
 
 class _StoreClient:
@@ -207,6 +241,10 @@ class _Leader:
         self._before = _Proposals.of(client.get("current")) if client.has("current") else _Proposals()
         self._names_given: list[str] = []
         self._roster: Roster | None = None
+        if not self._before.counted:  # a leader died before its proposal counted, and its workers may wait
+            client.mail([f"plan/{nonce}" for nonce in self._before.nonces], _AGAIN)
+            for name in self._before.names:
+                client.put_once(f"verdict/{name}", _AGAIN)
 
     def lead(self) -> Roster:
         """Writes proposals until one counts: a further one if a worker of the last had a successor."""
@@ -421,8 +459,8 @@ def _late(world_size: int, silent: Sequence[int]) -> RendezvousError:
     )
 
 
-def _gone(error: RuntimeError) -> RendezvousError:
-    return RendezvousError(
+def _gone(error: RuntimeError) -> StoreGone:
+    return StoreGone(
         f"torchrun's store does not answer any more ({str(error).splitlines()[0]}): its agent, or RANK 0 if "
         f"the launcher keeps no store, has ended; see its log"
     )

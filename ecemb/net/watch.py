@@ -44,7 +44,7 @@ from typing import Any, Final
 
 from ..kernels.llvm import assembled
 from ..kernels.threads import without_signals
-from . import error_file
+from . import error_file, replacement
 from .error_file import Activity, Failure
 from .links import Link, drop, neighbours, pair
 from .wording import listed
@@ -54,6 +54,7 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 EXIT_UNDECIDED = 75  # exit code of a process that ends so that recovery decides from the arenas
 GRACE_S = 0.5  # time for the main thread to fail by itself, with a traceback that shows its place
+BRIEF_GRACE_S = 0.1  # the same where the process is replaced, and training waits for its successor
 REPORT_S = 5.0  # longest time for log and torchrun's summary: a busy machine is slow, a full pipe blocks
 _BEAT_S = 1.0
 _BEATS = 10  # heartbeats, at least, within the deadline
@@ -158,6 +159,11 @@ class FailureDetector:
         self._decided.wait(timeout_s)
         return None if self._death is None else self._verdict(self._death)
 
+    @property
+    def saw_death(self) -> bool:
+        """Whether a worker's process has died, which `ecemb-run` replaces on its host."""
+        return self._death is not None and self._death.why == _DIED
+
     def _at_process_end(self) -> None:
         if last_exception() is None and sys.exc_info()[0] is None:
             self.say_goodbye()
@@ -178,6 +184,10 @@ class FailureDetector:
         try:
             self._death = self._watch()
             self._beats.stop()
+            if self.saw_death and self._activity.failure is None:
+                replacement.peer_died()
+            elif self._death is not None:
+                replacement.leave()
             self._decided.set()
             if self._death is not None:
                 self._send_to_all(self._death.pack())
@@ -191,6 +201,7 @@ class FailureDetector:
                 self._await_hang_ups()
         except BaseException:  # noqa: BLE001 - no other thread would report the error
             self._decided.set()
+            replacement.leave()
             end_process(f"the watch over the other ranks failed:\n{traceback.format_exc()}")
         finally:
             self._beats.stop()
@@ -365,7 +376,7 @@ def end_process(why: str, *, briefly: bool = False, own: Failure | None = None) 
         own: an earlier error of this rank, which caused the end of the other ranks; it is reported, and has
             the exit code.
     """
-    grace_ends_at = time.monotonic() + GRACE_S
+    grace_ends_at = time.monotonic() + (BRIEF_GRACE_S if replacement.is_due() else GRACE_S)
     report_within(REPORT_S, partial(_report, why, briefly) if own is None else partial(_report_own, own, why))
     time.sleep(max(0.0, grace_ends_at - time.monotonic()))
     error_file.wait_while_written()
@@ -390,7 +401,9 @@ def report_within(timeout_s: float, report: Callable[[], None]) -> None:
 
 def _report(why: str, briefly: bool) -> None:
     what_next = "this process ends as well"
-    if not briefly and error_file.is_last_attempt():
+    if not briefly and replacement.is_due():
+        what_next = "replacing this process; the job goes on from its arenas"
+    elif not briefly and error_file.is_last_attempt():
         what_next += ": launch the job again, it goes on from its arenas"
     elif not briefly:
         what_next = "ending this process so that torchrun restarts the job from its arenas"

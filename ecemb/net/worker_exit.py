@@ -36,7 +36,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
 from ..errors import PeerFailure
-from . import error_file
+from . import error_file, replacement
 from .error_file import Activity, cause_of, follows, is_lost_connection
 from .watch import REPORT_S, FailureDetector, claim_last_line, flush, report_within, say_last_words
 from .wording import short
@@ -44,7 +44,7 @@ from .wording import short
 logger: logging.Logger = logging.getLogger("ecemb")
 
 
-_NEWS_S = 2.0  # longest wait for the message of the rank that caused this error
+NEWS_S = 2.0  # longest wait for the message of the rank that caused this error
 _LONGEST_WAIT_S = 60.0
 _LONGEST_LINE = 600  # characters of an error that another rank caused; only reasons of many ranks are longer
 
@@ -87,9 +87,11 @@ class ExceptHook:
         cause = cause_of(error)
         news: str | None = None
         if self.watch is not None and (cause is not None or is_lost_connection(error)):
-            news = self.watch.news(_NEWS_S)
+            news = self.watch.news(NEWS_S)
         if cause is None and news is not None:
             cause = cause_of(follows(error))
+        if cause is None or self.watch is None or not self.watch.saw_death:
+            replacement.leave()  # otherwise the failure detector has noted that a peer died
         name = "" if cause == "" or isinstance(error, PeerFailure) else kind.__name__
         name = "" if self.activity.steps else cause or name
         again = error_file.repeats(name) if name else 0

@@ -62,9 +62,10 @@ from ..memory.private_files import lost_name
 from ..memory.rank_memory import RankMemory
 from ..net import error_file
 from ..net.collectives import Transport
-from ..net.error_file import Activity, cause_of
+from ..net.error_file import Activity, cause_of, is_lost_connection
 from ..net.watch import EXIT_UNDECIDED, FailureDetector, say_last_words
 from ..net.wording import short
+from ..net.worker_exit import NEWS_S, hook
 from ..recovery.background import Background
 from ..recovery.state_slices import gathered
 from ..state.rank_state import RankState, front, read
@@ -831,6 +832,8 @@ def end_process(transaction: int, error: BaseException) -> NoReturn:
         transaction: The prepared transaction.
         error: The error that occurred after `prepared` was stored.
     """
+    if hook.watch is not None and (cause_of(error) is not None or is_lost_connection(error)):
+        hook.watch.news(NEWS_S)  # whether a worker died, and this process is replaced
     logger.critical(
         "step %d is prepared but undecided on this rank (%s: %s); ending the process, so that "
         "recovery decides from the arenas",

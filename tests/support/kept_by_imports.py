@@ -148,11 +148,12 @@ def set_up(server: int) -> None:
         "umask": 0o22,
         "processors": sorted(os.sched_getaffinity(0)),
         "ignored": [],
+        "replaced": 0,
         "blocked": [],
         "descriptors": [0, 1, 2],
     }
     taken = [os.open(".", os.O_PATH), *map(os.dup, range(3))]
-    become(message, taken, server, {}, sys.modules["torch"].initial_seed())
+    become(message, taken, server, {}, sys.modules["torch"].initial_seed(), None)
 
 
 def importing(names: Sequence[str], work: Callable[[], None]) -> None:

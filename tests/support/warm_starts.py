@@ -53,17 +53,22 @@ for _ in range(guard.next_step, int(steps)):
         for one in model["top"].parameters():
             dist.all_reduce(one.grad)
         sparse.step(), dense.step()
-    if (step.number, str(rank), os.environ["TORCHELASTIC_RESTART_COUNT"]) == (4, killed, "0"):
-        os.kill(os.getpid(), signal.SIGKILL)
+    if step.number == 4 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if str(rank) in killed.split(","):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if f"raises {rank}" == killed:
+            raise ValueError("on purpose")
 states = [*model.state_dict().values(), *sparse.state_dict()["state"][0].values(), torch.get_rng_state()]
 digest = hashlib.sha256(b"".join(torch.as_tensor(one).numpy().tobytes() for one in states)).hexdigest()
 before = ",".join(guard.recovery.before_s)
-(out / f"{job}-{rank}.new").write_text(f"{digest} {os.getppid()} {torch.get_num_threads()} {before}")
+told = [digest, os.getppid(), torch.get_num_threads(), before]
+told += [os.environ["TORCHELASTIC_RESTART_COUNT"], guard.stats()["replaced"]]
+(out / f"{job}-{rank}.new").write_text(" ".join(map(str, told)))
 (out / f"{job}-{rank}.new").rename(out / f"{job}-{rank}")
 guard.close()
 dist.destroy_process_group()
 """
-"""Two ranks: folder of results, folder of arenas, job, rank that kills itself once, number of steps."""
+"""Two ranks: folder of results, folder of arenas, job, ranks that kill themselves once, number of steps."""
 
 SLEEPS = "import os, time\nprint(os.getpid(), os.getppid(), flush=True)\ntime.sleep(1000)"
 """Names its process and its server."""

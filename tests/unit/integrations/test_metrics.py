@@ -148,6 +148,7 @@ def test_a_rebuild_beside_training_is_measured() -> None:
     stats = {
         **dict.fromkeys(metrics._COUNTS, 0),
         "next_step": 3,
+        "replaced": 2,
         "verified_age_s": 2.5,
         "seconds": {},
         "bytes": {},
@@ -155,7 +156,7 @@ def test_a_rebuild_beside_training_is_measured() -> None:
     }
     report = RecoveryReport("memory", 3, (1,), 0, False, 0, {})
     values = metrics.values(cast("Any", SimpleNamespace(stats=lambda: stats, recovery=report)))
-    assert values["verified_age_seconds"] == 2.5
+    assert (values["verified_age_seconds"], values["replaced_workers"]) == (2.5, 2)
     found = {name: value for name, value in values.items() if name.startswith("rebuild")}
     assert found == {
         "rebuild_bytes_left": 56,

@@ -13,6 +13,7 @@ import pytest
 
 from ecemb.launch import server, stub, wire
 from ecemb.launch.command import parse
+from ecemb.net.replacement import End
 
 
 class DiedBy(Exception):
@@ -46,14 +47,15 @@ def test_a_signal_that_comes_with_the_acceptance_is_passed_on(
         inbox = wire.Inbox(far)
         assert inbox.read()
         passed.append(inbox.take())
-        wire.send(far, {"what": "ended", "status": 5})
+        wire.send(far, {"what": "ended", "status": 5, "end": End.IF_KILLED, "progress": True})
         return None
 
     monkeypatch.setattr(stub.signal, "sigtimedwait", wait)
     inbox = wire.Inbox(near)
     near.setblocking(False)
     info = stub._await_acceptance(near, inbox)
-    assert stub._follow(stub._Worker(near, inbox, info, 1, "a log")) == 5
+    ended = stub._follow(stub._Worker(near, inbox, info, "a log"), launcher=1)
+    assert ended == stub._Ended(5, End.IF_KILLED, True, {signal.SIGTERM})
     assert passed[1:] == [{"what": "signal", "signal": signal.SIGTERM, "group": False}]
 
 
@@ -72,6 +74,30 @@ def test_a_signal_before_a_worker_runs_ends_the_stub(
     near.setblocking(False)
     with pytest.raises(DiedBy):
         stub._await_acceptance(near, wire.Inbox(near))
+
+
+KILLED, FAILED = 9, 75 << 8  # statuses
+
+
+@pytest.mark.parametrize(
+    ("status", "end", "passed", "is_replaced"),
+    [
+        (KILLED, End.IF_KILLED, set(), True),
+        (signal.SIGSEGV, End.IF_KILLED, {signal.SIGUSR1}, True),
+        (signal.SIGUSR1, End.IF_KILLED, {signal.SIGUSR1}, False),
+        (KILLED, End.IF_KILLED, {signal.SIGTERM}, False),
+        (KILLED, End.PLAIN, set(), False),
+        (KILLED, End.FINAL, set(), False),
+        (FAILED, End.IF_KILLED, set(), False),
+        (FAILED, End.PEER_DIED, set(), True),
+        (1 << 8, End.PEER_DIED, set(), True),
+        (FAILED, End.PEER_DIED, {signal.SIGTERM}, False),
+        (FAILED, End.FINAL, set(), False),
+        (0, End.IF_KILLED, set(), False),
+    ],
+)
+def test_which_ends_are_replaced(status: int, end: End, passed: set[int], is_replaced: bool) -> None:
+    assert stub._is_replaced(stub._Ended(status, end, True, passed)) == is_replaced
 
 
 class Interrupt(BaseException):
@@ -99,8 +125,10 @@ def test_a_handler_that_raises_before_a_worker_is_accepted_leaves_no_signal_bloc
     monkeypatch.setattr(stub, "_ask", ask)
     with monkeypatch.context() as patched:
         patched.setattr(signal, "pthread_sigmask", late)
+        command = parse(["script.py"])
+        given = stub._prepared(command)
         with pytest.raises(Interrupt):
-            stub._accepted(parse(["script.py"]))
+            stub._accepted(command, given)
     after = change(signal.SIG_SETMASK, before)
     assert after == before
 

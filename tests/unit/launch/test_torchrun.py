@@ -19,18 +19,50 @@ def here() -> Iterator[Home]:
         yield made
 
 
-def train(here: Home, job: str, killed: str, command: list[str]) -> list[list[str]]:
-    """By rank: a digest of where it ended, its last parent, its threads, and phases of its start."""
+def train(
+    here: Home, job: str, killed: str, command: list[str], restarts: int = 1
+) -> tuple[list[list[str]], str]:
+    """What each rank left, and what torchrun printed.
+
+    By rank: a digest of where it ended, its last parent, its threads, phases of its start, torchrun's restarts,
+    and how many workers were replaced before it.
+    """
     script = ["train.py", str(here.folder), str(here.arena_dir), job, killed, "8"]
-    code, _, err = here.torchrun("--nproc-per-node=2", "--max-restarts=2", *command, *script)
+    code, _, err = here.torchrun("--nproc-per-node=2", f"--max-restarts={restarts}", *command, *script)
     assert code == 0, err
-    return [(here.folder / f"{job}-{rank}").read_text().split() for rank in range(2)]
+    return [(here.folder / f"{job}-{rank}").read_text().split() for rank in range(2)], err
 
 
-def test_a_warm_training_ends_with_the_same_bits_whatever_is_killed(here: Home) -> None:
+@pytest.fixture(scope="module")
+def cold(here: Home) -> list[list[str]]:
+    """What an undisturbed training, started by python, ends with."""
     here.write("train.py", TRAINS)
-    cold = train(here, "cold", "nobody", [sys.executable])
-    warm = train(here, "warm", "1", here.command(options=()))
+    return train(here, "cold", "nobody", [sys.executable])[0]
+
+
+@pytest.mark.parametrize("killed", ["1", "0", "0,1"])
+def test_workers_that_died_are_replaced_and_torchrun_notices_nothing(
+    here: Home, cold: list[list[str]], killed: str
+) -> None:
+    """Without a restart by torchrun, which may make none here."""
+    warm, err = train(here, f"replaced-{killed[::2]}", killed, here.command(options=()), restarts=0)
+    assert [one[0] for one in warm] == [one[0] for one in cold]
+    assert [one[4:] for one in warm] == [["0", "1"]] * 2
+    assert "exitcode" not in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("killed", "option"), [("1", "--no-replace"), ("raises 1", "")])
+def test_other_ends_are_left_to_torchrun(here: Home, cold: list[list[str]], killed: str, option: str) -> None:
+    """A death, if the command says so, and an error of the script, which torchrun's summary names."""
+    command = here.command(options=[option] if option else ())
+    warm, err = train(here, f"left{option}", killed, command)
+    assert [one[0] for one in warm] == [one[0] for one in cold]
+    assert [one[4:] for one in warm] == [["1", "0"]] * 2
+    assert "exitcode" in err
+
+
+def test_a_warm_training_is_that_of_a_plain_start(here: Home, cold: list[list[str]]) -> None:
+    warm, _ = train(here, "warm", "nobody", here.command(options=()))
     assert [one[0] for one in warm] == [one[0] for one in cold]
     assert [one[2] for one in warm] == [one[2] for one in cold] == ["1", "1"]
     assert {one[3] for one in cold} == {"script,rendezvous"}

@@ -430,7 +430,7 @@ def test_a_worker_that_ends_after_it_was_linked_ends_the_meeting_at_once() -> No
     with workers(3) as start:
         start.begin(0)
         caller = links_module._Meeting(start.listeners[2], 2, 3, {0: start.peers[0]}, SECRET)
-        [link] = caller.hold(time.monotonic() + DEADLINE_S)
+        [link] = caller.hold(time.monotonic() + DEADLINE_S, lambda: None)
         caller.close()
         link.close()
         start.join()

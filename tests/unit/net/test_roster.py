@@ -35,12 +35,18 @@ class Starts:
         self._errors: list[BaseException] = []
 
     def begin(self, index: int, size: int, nonce: str, arenas: Sequence[Report] = ()) -> None:
-        worker = Worker("host", nonce)
+        """Starts a worker. When it is superseded, it comes again, with a stroke more in its nonce."""
 
         def run() -> None:
+            name = nonce
             try:
                 store, deadline = self._open(), time.monotonic() + DEADLINE_S
-                self.rosters[nonce] = roster_module.agree(store, worker, arenas, index, size, deadline)
+                while name not in self.rosters:
+                    worker = Worker("host", name)
+                    try:
+                        self.rosters[name] = roster_module.agree(store, worker, arenas, index, size, deadline)
+                    except roster_module.Superseded:
+                        name += "'"
             except BaseException as error:  # noqa: BLE001 - raised again by join()
                 self._errors.append(error)
 
@@ -76,6 +82,29 @@ class Starts:
     def die_after_announcing(self, index: int, nonce: str) -> None:
         client = roster_module._StoreClient(self._open(), time.monotonic() + DEADLINE_S)
         roster_module._announce(client, Worker("host", nonce), (), index)
+
+    def die_after_proposing(self, size: int, nonce: str, *, mails: bool) -> None:
+        """Runs a leader until it has proposed, and has told the workers of it or not."""
+
+        class Dead(Exception):
+            pass
+
+        class Client(roster_module._StoreClient):
+            def mail(self, keys: Sequence[str], value: str) -> None:
+                if not mails and value != "again":
+                    raise Dead
+                super().mail(keys, value)
+
+            def remove(self, *keys: str) -> None:
+                if f"plan/{nonce}" in keys:  # it takes its own proposal, which would then count
+                    raise Dead
+                super().remove(*keys)
+
+        client = Client(self._open(), time.monotonic() + DEADLINE_S)
+        worker = Worker("host", nonce)
+        roster_module._announce(client, worker, (), 0)
+        with pytest.raises(Dead):
+            roster_module._Leader(client, worker, size).lead()
 
 
 @pytest.fixture(params=["hash", "tcp"])
@@ -177,6 +206,33 @@ def test_a_start_without_a_proposal_is_not_proposed_once_its_successors_have_com
         time.sleep(0.001)
     starts.begin(2, 3, "c")
     starts.agreed("a", "b", "c")
+
+
+@pytest.mark.parametrize("mails", [False, True])
+@pytest.mark.parametrize("leaders", [1, 2])
+def test_workers_that_a_dead_leader_proposed_come_again_for_its_successor(
+    starts: Starts, leaders: int, mails: bool
+) -> None:
+    """Only the leader was replaced: the others live, and wait for its mail or for its verdict."""
+    for index in range(3):
+        starts.begin(index, 3, f"old{index}")
+    starts.agreed("old0", "old1", "old2")
+    for index in (1, 2):
+        starts.begin(index, 3, f"n{index}")
+    for number in range(leaders):
+        starts.die_after_proposing(3, f"dead{number}", mails=mails)
+    starts.begin(0, 3, "n0")
+    starts.agreed("n0", "n1" + leaders * "'", "n2" + leaders * "'")
+
+
+def test_a_worker_is_replaced_once_another_one_has_announced_itself_under_its_index(starts: Starts) -> None:
+    for index in range(2):
+        starts.begin(index, 2, f"n{index}")
+    roster, deadline = starts.agreed("n0", "n1"), time.monotonic() + DEADLINE_S
+    assert not roster_module.is_replaced(starts.store, roster.workers[1], 1, deadline)
+    starts.die_after_announcing(1, "successor")
+    assert roster_module.is_replaced(starts.store, roster.workers[1], 1, deadline)
+    assert not roster_module.is_replaced(starts.store, roster.workers[0], 0, deadline)
 
 
 def test_a_whole_start_that_died_leaves_nothing_that_counts(starts: Starts) -> None:

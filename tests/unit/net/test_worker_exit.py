@@ -102,6 +102,7 @@ def test_an_error_that_another_ranks_permanent_one_caused_is_waited_after_too(at
 class Watching:
     def __init__(self, news: str | None) -> None:
         self._news, self.told = news, list[str]()
+        self.saw_death = news is not None and "died" in news
 
     def news(self, timeout_s: float) -> str | None:
         return self._news

@@ -1,0 +1,103 @@
+"""What the fork server learns of a worker that has ended: whether `ecemb-run` replaces it by itself.
+
+A worker that a signal killed, or that ends because another worker died, is replaced on its host at once, and
+torchrun does not notice. All other ends are torchrun's matter: an error of the script, a success, a silent
+host. docs/protocol.md, 3.5 has the rule, and `launch.stub` decides by it.
+
+A forked worker and its server share one page of memory. The worker writes here how far it is, and the server
+reads it once the process has ended: a killed process sends nothing. In a plain start there is no page, and
+every function here does nothing.
+
+Must not know: sockets, and who forks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from enum import IntEnum
+
+
+class End(IntEnum):
+    """What the end of this process would mean, as the worker has written it.
+
+    Attributes:
+        PLAIN: the worker is not in a job of ecemb, or has left it: no end is replaced.
+        IF_KILLED: it takes part in a job: it is replaced if a signal ends it.
+        PEER_DIED: it ends because another worker died: it is replaced, whatever its exit code is.
+        FINAL: it ends for a reason of its own, or for one that a replacement would meet as well.
+    """
+
+    PLAIN = 0
+    IF_KILLED = 1
+    PEER_DIED = 2
+    FINAL = 3
+
+
+predecessors: int = 0
+"""Number of workers that this process's `ecemb-run` has replaced before it, without a restart by torchrun."""
+
+_END, _PROGRESS = 0, 1  # bytes of the page
+_page: mmap.mmap | None = None
+_lock = threading.Lock()
+
+
+def new_page() -> mmap.mmap:
+    """A page that this process shares with the processes that it forks, of zeros."""
+    return mmap.mmap(-1, mmap.PAGESIZE)
+
+
+def read_page(page: mmap.mmap) -> tuple[End, bool]:
+    """What a worker that has ended wrote: its end, and whether it made progress."""
+    written = page[_END]
+    return End(written) if written <= End.FINAL else End.PLAIN, bool(page[_PROGRESS])
+
+
+def begin(page: mmap.mmap | None, replaced: int) -> None:
+    """Sets this module up in a forked worker.
+
+    Args:
+        page: shared with the fork server; None if it may not be replaced.
+        replaced: number of its predecessors.
+    """
+    global _page, predecessors
+    _page, predecessors = page, replaced
+
+
+def is_possible() -> bool:
+    """Whether this process would be replaced if a signal ended it, or another worker's death does."""
+    return _page is not None and _page[_END] in (End.IF_KILLED, End.PEER_DIED)
+
+
+def is_due() -> bool:
+    """Whether this process ends because another worker died, and is replaced."""
+    return _page is not None and _page[_END] == End.PEER_DIED
+
+
+def join() -> None:
+    """This process takes part in a job from here on."""
+    _write(End.IF_KILLED)
+
+
+def peer_died() -> None:
+    """This process ends because another worker died; no effect after `leave`."""
+    _write(End.PEER_DIED)
+
+
+def leave() -> None:
+    """The end of this process is not replaced from here on."""
+    _write(End.FINAL)
+
+
+def made_progress() -> None:
+    """A step has ended in this process: its death is no sign that a replacement would die as well."""
+    if _page is not None:
+        _page[_PROGRESS] = 1
+
+
+def _write(end: End) -> None:
+    if _page is None:
+        return
+    with _lock:
+        if _page[_END] < end:
+            _page[_END] = end
