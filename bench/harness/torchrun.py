@@ -36,6 +36,7 @@ class Torchrun:
         name: What messages call it by.
         timeout_s: Of the whole launch.
         warm: Whether workers are started by `ecemb-run`.
+        replaces: Whether `ecemb-run` replaces dead workers, so that torchrun doesn't restart them.
         preload: Modules that it imports once, beside those that it imports by itself.
     """
 
@@ -49,10 +50,12 @@ class Torchrun:
         name: str,
         timeout_s: float,
         warm: bool = False,
+        replaces: bool = False,
         preload: Sequence[str] = (),
     ) -> None:
         options = f"--standalone --nproc-per-node {ranks} --max-restarts {restarts}".split()
         run = ["--no-python", sys.executable, "-m", "ecemb", "run"] if warm else []
+        run += ["--no-replace"] if warm and not replaces else []
         run += [word for module_ in preload for word in ("--preload", module_)] if warm else []
         self._words = ["-m", "torch.distributed.run", *options, *run, "-m", module, *words]
         self._folder, self._name = folder, name

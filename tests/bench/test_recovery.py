@@ -15,7 +15,18 @@ from bench.harness.torchrun import LaunchFailed
 from bench.questions.gpu import recovery as gpu_recovery
 from bench.questions.recovery import question as recovery
 from bench.questions.recovery import wire as recovery_wire
-from bench.questions.recovery.question import COLD, MIB, PHASES, QUICK, WARM, Case, Launch, Life, Scale
+from bench.questions.recovery.question import (
+    COLD,
+    MIB,
+    PHASES,
+    QUICK,
+    REPLACED,
+    WARM,
+    Case,
+    Launch,
+    Life,
+    Scale,
+)
 from bench.questions.recovery.rank import PROTECTED
 from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
@@ -27,7 +38,7 @@ SCALE = dataclasses.replace(QUICK, cases=(CASE,), device=APART)
 
 def by_start(rows: Iterable[Row]) -> dict[Any, dict[Any, float]]:
     """Start -> phase -> seconds, of rows that have both labels."""
-    seconds: dict[Any, dict[Any, float]] = {COLD: {}, WARM: {}}
+    seconds: dict[Any, dict[Any, float]] = {COLD: {}, WARM: {}, REPLACED: {}}
     for row in rows:
         if row.metric == "recovery_phase_s":
             seconds[row.labels["start"]][row.labels["phase"]] = row.value

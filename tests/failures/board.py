@@ -68,7 +68,7 @@ STARTING = ("start", "fresh start", "recovery")
 REBUILD = "rebuild"
 
 _WORDS = (
-    *("pid", "worker", "start", "rank", "phase", "step", "traced", "event", "lost", "fell"),
+    *("pid", "worker", "round", "start", "rank", "phase", "step", "traced", "event", "lost", "fell"),
     *("fell_ns", "resumed", "committed", "went_on_ns", "whole"),
 )
 _TEXTS = {"place": (512, 512), "arena": (1024, 1024)}
@@ -81,7 +81,8 @@ AWAY = ".away"  # the suffix of an arena that was put aside
 class Board:
     """One worker's board. Words are integers, -1 while they have no value; texts are short.
 
-    Words: `pid`; `worker`, torchrun's rank; `start`, how often torchrun had restarted the job; `rank`, the
+    Words: `pid`; `worker`, torchrun's rank; `round`, a number that grows with torchrun's restarts; `start`,
+    how often the job had been started, by torchrun or by workers that were replaced; `rank`, the
     logical one; `phase`, an index in `NAMES`; `step`, the step's number; `traced`, lines of code run in that
     phase; `event`, which of the run's events ended it; `lost`, 1 if its memory went with it, 0 if not, 2 if
     it was not killed but raised, 3 if torchrun was killed; `fell`, the phase it was in then, and `fell_ns`

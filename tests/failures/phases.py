@@ -50,6 +50,8 @@ FOLDER, FIRST, ARENAS = "ECEMB_FAILURES", "ECEMB_FAILURES_FIRST", "ECEMB_ARENAS"
 # Small tables are rebuilt in many pieces, so that there is something between two of them.
 CHUNK_WORDS = 256
 
+MANY_RESTARTS = 10**6  # more than torchrun's of one launch
+
 NEVER_S = 1e6  # from one chunk of the background stream to the next
 
 HOLD_S = 240.0  # at most: until all victims are there, or until whoever is held is killed
@@ -120,23 +122,52 @@ class Worker:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.plan = Plan.read(folder / "plan.json")
-        self.start = int(os.environ[FIRST]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        self._round = MANY_RESTARTS * int(os.environ[FIRST]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        self.start = self._count_starts()
         self.board = Board.create(folder / "boards", os.getpid())
+        self.board.set("round", self._round)
         self.board.set("worker", int(os.environ["RANK"]))
         self.board.set("start", self.start)
         self.main, self.beside = Course("starting"), Course("between steps")
+        self._held_at: int | None = None
+        self._courses = {threading.get_ident(): self.main}
+        self._traced: dict[str, bool] = {}
+        self._take_event()
+
+    def _take_event(self) -> None:
+        """Looks up what the plan has for this start."""
         events = self.plan.events
         event = events[self.start] if self.start < len(events) else None
         self.event = event if isinstance(event, Exact) else None
         self.line = self.event.line if self.event is not None else 0  # fewer, if a step had not so many
         self._timed = event if isinstance(event, Timed) else None
-        self._held_at: int | None = None
         self.counts = self.event is not None or (not events and not self.plan.soak)
         self.refusal = None
         if isinstance(event, Refused):
-            self.refusal = refusals.Refusal(folder, self.start, self.board, Path(os.environ[ARENAS]))
-        self._courses = {threading.get_ident(): self.main}
-        self._traced: dict[str, bool] = {}
+            self.refusal = refusals.Refusal(self.folder, self.start, self.board, Path(os.environ[ARENAS]))
+
+    def _boards(self) -> list[Board]:
+        return [Board(path) for path in (self.folder / "boards").glob("*.board")]
+
+    def _count_starts(self) -> int:
+        """The number of this start of the job, which torchrun doesn't know: workers may have been replaced.
+
+        One more than that of the worker before it in the same round, between two restarts by torchrun; of the
+        first worker of a round, one more than that of all rounds before.
+        """
+        index, boards = int(os.environ["RANK"]), self._boards()
+        own = [one for one in boards if one.get("round") == self._round and one.get("worker") == index]
+        before = own or [one for one in boards if one.get("round") < self._round]
+        return max([int(os.environ[FIRST]), *(1 + board.get("start") for board in before)])
+
+    def meet_again(self) -> None:
+        """The rendezvous begins: again, perhaps, since a worker of this start was replaced meanwhile."""
+        ended = [one for one in self._boards() if one.get("round") == self._round and not one.alive]
+        start = max([self.start, *(1 + board.get("start") for board in ended)])
+        if start != self.start:
+            self.start = start
+            self.board.set("start", start)
+            self._take_event()
 
     @property
     def course(self) -> Course | None:
@@ -419,8 +450,13 @@ def _watch_start(worker: Worker) -> None:
         worker.opened(result.memory.committed)
         return result
 
+    def met(assemble: Callable[..., Any], *args: Any) -> Any:
+        worker.meet_again()
+        return assemble(*args)
+
     around = functools.partial(_around, worker)
     _wrap(ecemb, "init_process_group", initialised)
+    _wrap(rendezvous, "_assemble", met)
     _wrap(rendezvous, "assign", seats)
     around(rendezvous, "_claim", "attaching")
     _wrap(arena.Arena, "_claim", claimed)

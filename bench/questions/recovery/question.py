@@ -1,15 +1,15 @@
-"""How long does a failure stop the training, by cold and by warm starts, and how much is recovery's?
+"""How long does a failure stop the training, by restarts and without one, and how much is recovery's?
 
-Workers are killed by SIGKILL in the middle of a step, under stock torchrun, which stops all of them and
-starts them again, and the clock runs until every rank has committed a new step. Cold and warm starts take
-turns: `start` is `cold` where torchrun starts python, and `warm` where it starts `ecemb-run`. Where the
-rebuild alone differs from another case, starts are warm.
+Workers are killed by SIGKILL in the middle of a step, under stock torchrun, and the clock runs until every
+rank has committed a new step. The starts take turns: `start` is `cold` where torchrun stops all workers and
+starts python, `warm` where it starts `ecemb-run --no-replace`, and `replaced` where `ecemb-run` replaces
+workers by itself. Where the rebuild alone differs from another case, workers are replaced.
 
 - `kill_to_step_s`: from the kill to the end of the first step.
 - `recovery_phase_s`: the same by phase. A phase begins when the last rank has ended the one before, and ends
-  when the last rank has ended it, so that phases add up to `kill_to_step_s`. `noticed`: until torchrun has
-  seen the kill, and ended a first survivor; `stopped`: until all are gone; `process`: until their successors
-  are made, or forked; `interpreter`: until the script's first line; `model`: the script's own construction,
+  when the last rank has ended it, so that phases add up to `kill_to_step_s`. `noticed`: until a first
+  survivor has ended; `stopped`: until all are gone; `process`: until their successors are made, or forked;
+  `interpreter`: until the script's first line; `model`: the script's own construction,
   with torch's compiler, which an optimizer imports; from `agree` to `rest of protect`: parts of
   `ecemb.protect`.
 - `first_start_s`: from torchrun's launch to the end of the first step of all ranks; `first_start_cpu_s`: the
@@ -54,7 +54,7 @@ from ecemb.coding.code import Code
 
 MIB = 1 << 20
 RANKS = 4
-COLD, WARM = "cold", "warm"
+COLD, WARM, REPLACED = "cold", "warm", "replaced"
 """Starts."""
 SPARSE, TORCHREC = "sparse", "torchrec"
 """Engines of tables."""
@@ -92,7 +92,7 @@ class Case:
     engine: str = SPARSE
     alone: bool = False
     launches: int = 2
-    starts: tuple[str, ...] = (COLD, WARM)
+    starts: tuple[str, ...] = (COLD, WARM, REPLACED)
 
     @property
     def labels(self) -> dict[str, Label]:
@@ -123,9 +123,9 @@ class Scale:
         Case("process", Code(4, 3), 64 * MIB, 1),
         Case("process", Code(4, 3), 2048 * MIB, 1, alone=True, launches=1),
         Case("memory", Code(4, 3), 256 * MIB, 1, alone=True),
-        Case("memory", Code(4, 3), 1024 * MIB, 1, launches=1, starts=(WARM,)),
-        Case("memory", Code(4, 2), 256 * MIB, 2, launches=1, starts=(WARM,)),
-        Case("process", Code(4, 3), 256 * MIB, 1, TORCHREC, launches=1, starts=(WARM,)),
+        Case("memory", Code(4, 3), 1024 * MIB, 1, launches=1, starts=(REPLACED,)),
+        Case("memory", Code(4, 2), 256 * MIB, 2, launches=1, starts=(REPLACED,)),
+        Case("process", Code(4, 3), 256 * MIB, 1, TORCHREC, launches=1, starts=(WARM, REPLACED)),
         Case("memory", Code(4, 3), 256 * MIB, 1, TORCHREC, launches=1),
     )
     kills: int = 3
@@ -270,7 +270,8 @@ def launch(scale: Scale, case: Case, method: str, kills: int, seed: int, start: 
                 folder=Path(folder),
                 name=f"{method}, {start}",
                 timeout_s=scale.timeout_s,
-                warm=start == WARM,
+                warm=start != COLD,
+                replaces=start == REPLACED,
             ) as torchrun,
         ):
             watch = Observer(order, torchrun)

@@ -128,6 +128,10 @@ class Training:
 
         self.order, self.marks = order, marks
         self.life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if order.method == PROTECTED:
+            from ecemb.net import replacement
+
+            self.life += replacement.predecessors
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.on: torch.device | None = None  # where tables are, where they don't move into the arena
         self.guard: ecemb.Guard | None = None
