@@ -24,8 +24,8 @@ def train(
 ) -> tuple[list[list[str]], str]:
     """What each rank left, and what torchrun printed.
 
-    By rank: a digest of where it ended, its last parent, its threads, phases of its start, torchrun's restarts,
-    and how many workers were replaced before it.
+    By rank: a digest of where it ended, its last parent, its threads, phases of its start, torchrun's
+    restarts, and how many workers were replaced before it.
     """
     script = ["train.py", str(here.folder), str(here.arena_dir), job, killed, "8"]
     code, _, err = here.torchrun("--nproc-per-node=2", f"--max-restarts={restarts}", *command, *script)
