@@ -1,5 +1,6 @@
 """BERT4Rec on TorchRec: hidden items of a history are guessed from those around, kept alive by ecemb.
 
+    pip install '.[torchrec-cpu]' && pip install --no-deps torchrec==1.8.0    # with CUDA: '.[torchrec]'
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/bert4rec.py
 
 Each line that ecemb needs has a comment `# ecemb`. An EmbeddingCollection gives a row for each item of a
@@ -27,13 +28,15 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 import ecemb  # ecemb
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.add_argument("--steps", type=int, default=400)
-parser.add_argument("--items", type=int, default=1000)
+parser.add_argument("--steps", type=int, default=400, help="of the whole training")
+parser.add_argument("--items", type=int, default=1000, help="of the catalogue")
 parser.add_argument("--users", type=int, default=4000, help="histories per rank")
 parser.add_argument("--batch", type=int, default=64, help="histories per rank and step")
 parser.add_argument("--validate", type=int, default=100, help="steps between two validations")
-parser.add_argument("--job", default="bert4rec", help="the name of this training")
-parser.add_argument("--arena-dir", default="/dev/shm")  # ecemb
+parser.add_argument("--seed", type=int, default=1, help="of the model, and of what is drawn")
+parser.add_argument("--job", default="bert4rec", help="the job's name: same name, same memory")
+parser.add_argument("--arena-dir", default="/dev/shm", help="folder of the job's memory")  # ecemb
+parser.add_argument("--code", default="2,1", help="n,k: any n-k of n blocks may be lost")  # ecemb
 args = parser.parse_args()
 DIM, LENGTH = 32, 12
 PADDING, MASK = 0, 1  # ids; items follow
@@ -86,11 +89,10 @@ def hit_rate() -> float:
 
 
 ecemb.init_process_group("gloo", job=args.job, arena_dir=args.arena_dir)  # ecemb: in place of dist's
-rank = dist.get_rank()
-torch.manual_seed(0)
-config = EmbeddingConfig(
-    name="item", num_embeddings=args.items + 2, embedding_dim=DIM, feature_names=["item"]
-)
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(args.seed)
+size = args.items + 2
+config = EmbeddingConfig(name="item", num_embeddings=size, embedding_dim=DIM, feature_names=["item"])
 table = EmbeddingCollection(device=torch.device("meta"), tables=[config])
 apply_optimizer_in_backward(RowWiseAdagrad, table.parameters(), {"lr": 0.1})
 model = DistributedModelParallel(Bert4Rec(table), device=torch.device("cpu"))
@@ -99,10 +101,11 @@ dense = KeyedOptimizerWrapper(
 )
 optimizer = CombinedOptimizer([model.fused_optimizer, dense])
 
-torch.manual_seed(1 + rank)  # from here on, each rank has its own users
+torch.manual_seed(args.seed * ranks + rank)  # from here on, each rank has its own users
 loader = DataLoader(TensorDataset(histories(args.users)), args.batch, shuffle=True, drop_last=True)
 held_out = TensorDataset(histories(4 * args.batch))
-guard = ecemb.protect(model, optimizers=optimizer, code=ecemb.Code(n=2, k=1))  # ecemb
+n, k = map(int, args.code.split(","))  # ecemb
+guard = ecemb.protect(model, optimizers=optimizer, code=ecemb.Code(n=n, k=k))  # ecemb
 
 batches = guard.batches(loader)  # ecemb: epoch after epoch
 for number in range(guard.next_step, args.steps):  # ecemb: range(args.steps) without it
