@@ -397,7 +397,7 @@ def _followed(command: Command, given: _Given, worker: _Worker) -> int:
 class Replacements:
     """How many workers may be replaced before torchrun restarts the job.
 
-    Without a limit a worker that dies at every start would be replaced for ever.
+    Without a limit a worker that dies at every start would be replaced without end.
 
     Attributes:
         count: number of workers that were replaced.

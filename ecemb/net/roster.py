@@ -13,7 +13,7 @@ dead worker never counts: the leader replaces it when that worker's successor ha
 
 Where workers are replaced one by one, the leader may die alone, and living workers wait for its proposals.
 Its successor can't tell these from dead ones: it puts `again` into all mailboxes and verdicts of these
-proposals, and every worker that reads it announces itself anew, with another nonce.
+proposals, and every worker that reads it announces itself again, with another nonce.
 
 The entries don't grow with the tables, nor from start to start: a start overwrites or removes the entries of
 the last start. All workers but the leader make a few operations, whatever the number of workers is, and wait
@@ -82,7 +82,7 @@ def agree(
         The same roster on all workers.
 
     Raises:
-        Superseded: the leader died, and its successor wants every worker to announce itself anew.
+        Superseded: the leader died, and its successor wants every worker to announce itself again.
         StoreGone: the store does not answer any more.
         RendezvousError: a worker did not come before the deadline, or the store holds values that are not
             ecemb's.

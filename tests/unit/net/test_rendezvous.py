@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +16,9 @@ from ecemb import session
 from ecemb.errors import ConfigurationError, NotInitialized, RendezvousError, UsageError
 from ecemb.memory.arena import Arena
 from ecemb.memory.scan import Directory
-from ecemb.net import rendezvous
+from ecemb.net import rendezvous, replacement
+from ecemb.net.error_file import cause_of
+from ecemb.net.roster import StoreGone, Superseded
 from support.arena_holders import constants
 
 DEADLINE_S = 300
@@ -165,3 +170,84 @@ def test_agents_that_share_their_store_are_warned_that_none_can_be_replaced(
     environment.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
     rendezvous.connect_store("127.0.0.1", port, index, timeout)
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warns
+
+
+# --- replacements ---------------------------------------------------------------------------------
+
+
+class Meetings:
+    """Attempts to meet, each of which ends as it is told; the store and the memory are always there."""
+
+    def __init__(self, patched: pytest.MonkeyPatch, *ends: object) -> None:
+        self.attempts = 0
+        self._ends = list(ends)
+        patched.setattr(rendezvous, "connect_store", lambda *_: dist.HashStore())
+        patched.setattr(rendezvous, "_assemble", self._assemble)
+
+    def _assemble(self, *_: object) -> tuple[Any, Any]:
+        self.attempts += 1
+        end = self._ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end, ()
+
+    def __call__(self, folder: Path) -> rendezvous.Met:
+        return rendezvous.meet("job", Directory(folder, "job", "a"), timedelta(seconds=DEADLINE_S))
+
+
+@pytest.fixture
+def replaced() -> Iterator[None]:
+    """This process stands for one that has replaced another."""
+    replacement.begin(replacement.new_page(), 1)
+    replacement.join()
+    yield
+    replacement.begin(None, 0)
+
+
+def test_workers_meet_again_when_one_was_replaced(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    meet = Meetings(environment, Superseded(), Superseded(), "roster")
+    assert meet(tmp_path).roster == "roster"
+    assert meet.attempts == 3
+
+
+def test_a_replacement_comes_to_the_store_of_the_new_rank_0(
+    environment: pytest.MonkeyPatch, tmp_path: Path, replaced: None
+) -> None:
+    meet = Meetings(environment, StoreGone("gone"), "roster")
+    assert meet(tmp_path).roster == "roster"
+
+
+@pytest.mark.parametrize("agents", [False, True])
+def test_a_store_that_ends_ends_other_starts(
+    environment: pytest.MonkeyPatch, tmp_path: Path, agents: bool, request: pytest.FixtureRequest
+) -> None:
+    """That of torchrun's agent does not come back, and a first worker has no predecessor with a store."""
+    if agents:
+        request.getfixturevalue("replaced")
+    environment.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agents))
+    with pytest.raises(StoreGone):
+        Meetings(environment, StoreGone("gone"), "roster")(tmp_path)
+
+
+def test_a_replacement_leaves_the_restart_to_torchrun_if_an_arena_is_still_held(
+    environment: pytest.MonkeyPatch, left_behind: tuple[Directory, Path], replaced: None
+) -> None:
+    directory, _ = left_behind
+    [free] = directory.scan(timeout_s=0)
+    held = dataclasses.replace(free, holder=1)
+    environment.setattr(Directory, "scan", lambda self, timeout_s: [held])
+    with pytest.raises(RendezvousError, match="holds its arena") as raised:
+        Meetings(environment, "roster")(directory.arena_dir)
+    assert cause_of(raised.value) == "" and not replacement.is_possible()
+
+
+def test_a_replacement_leaves_the_restart_to_torchrun_if_others_do_not_come(
+    environment: pytest.MonkeyPatch, tmp_path: Path, replaced: None
+) -> None:
+    """The agent of another host has died, say, with its workers."""
+    environment.setattr(rendezvous, "_PATIENCE_S", 0.01)
+    environment.setattr(rendezvous, "connect_store", lambda *_: dist.HashStore())
+    environment.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RendezvousError, match="so that torchrun restarts all workers"):
+        rendezvous.meet("job", Directory(tmp_path, "job", "a"), timedelta(seconds=DEADLINE_S))
+    assert not replacement.is_possible()

@@ -84,7 +84,7 @@ class Starts:
         roster_module._announce(client, Worker("host", nonce), (), index)
 
     def die_after_proposing(self, size: int, nonce: str, *, mails: bool) -> None:
-        """Runs a leader until it has proposed, and has told the workers of it or not."""
+        """Runs a leader until it has proposed, and has mailed it to the workers or not."""
 
         class Dead(Exception):
             pass
