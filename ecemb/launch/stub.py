@@ -62,7 +62,7 @@ Those that this process ignores are among them: the script may handle them.
 _PLAIN = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that Python ignores, and that a started program must have at their default."""
 _TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
-"""Signals by which a launcher or a user ends the job: a worker that got one is not replaced."""
+"""Signals by which a launcher or a user ends the job: no worker is replaced that got one of them."""
 MOST_WITHOUT_PROGRESS, MOST_A_MINUTE = 3, 20
 """Replacements in a row in which no step ended, and in a minute."""
 _LOOK_S = 1.0
@@ -426,15 +426,11 @@ class Replacements:
 
 def _is_replaced(ended: _Ended) -> bool:
     """Whether a worker's end is one that this process mends: docs/protocol.md, 3.5."""
-    if ended.passed & _TOLD_TO_END:
+    ended_by = os.WTERMSIG(ended.status) if os.WIFSIGNALED(ended.status) else None
+    if ended.passed & _TOLD_TO_END or ended_by in _TOLD_TO_END:
         return False
-    if ended.end is End.PEER_DIED:
-        return True
-    return (
-        ended.end is End.IF_KILLED
-        and os.WIFSIGNALED(ended.status)
-        and os.WTERMSIG(ended.status) not in ended.passed
-    )
+    is_killed = ended_by is not None and ended_by not in ended.passed
+    return ended.end is End.PEER_DIED or (ended.end is End.IF_KILLED and is_killed)
 
 
 def _follow(worker: _Worker, launcher: int) -> _Ended:

@@ -86,6 +86,8 @@ KILLED, FAILED = 9, 75 << 8  # statuses
         (signal.SIGSEGV, End.IF_KILLED, {signal.SIGUSR1}, True),
         (signal.SIGUSR1, End.IF_KILLED, {signal.SIGUSR1}, False),
         (KILLED, End.IF_KILLED, {signal.SIGTERM}, False),
+        (signal.SIGINT, End.IF_KILLED, set(), False),
+        (signal.SIGTERM, End.IF_KILLED, set(), False),
         (KILLED, End.PLAIN, set(), False),
         (KILLED, End.FINAL, set(), False),
         (FAILED, End.IF_KILLED, set(), False),
