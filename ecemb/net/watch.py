@@ -54,7 +54,7 @@ logger: logging.Logger = logging.getLogger("ecemb")
 
 EXIT_UNDECIDED = 75  # exit code of a process that ends so that recovery decides from the arenas
 GRACE_S = 0.5  # time for the main thread to fail by itself, with a traceback that shows its place
-BRIEF_GRACE_S = 0.1  # the same where the process is replaced, and training waits for its successor
+BRIEF_GRACE_S = 0.05  # the same where the process is replaced, and training waits for its successor
 REPORT_S = 5.0  # longest time for log and torchrun's summary: a busy machine is slow, a full pipe blocks
 _BEAT_S = 1.0
 _BEATS = 10  # heartbeats, at least, within the deadline
@@ -380,6 +380,7 @@ def end_process(why: str, *, briefly: bool = False, own: Failure | None = None) 
     report_within(REPORT_S, partial(_report, why, briefly) if own is None else partial(_report_own, own, why))
     time.sleep(max(0.0, grace_ends_at - time.monotonic()))
     error_file.wait_while_written()
+    report_within(REPORT_S, flush)  # what the main thread has written meanwhile
     os._exit(EXIT_UNDECIDED if own is None else own.code)
 
 
