@@ -401,6 +401,7 @@ def install() -> Worker:
     worker = Worker(Path(os.environ[FOLDER]))
     os.register_at_fork(after_in_child=worker.forget)
     scrub.CHUNK_WORDS = relay.CHUNK_WORDS = CHUNK_WORDS
+    rendezvous._STUCK_S = rendezvous._PATIENCE_S = HOLD_S  # however slow the machine is
     if worker.plan.sabotage is not None:
         sabotage.install(worker.plan.sabotage)
     _watch_start(worker)

@@ -19,6 +19,13 @@ def here() -> Iterator[Home]:
         yield made
 
 
+PATIENT = """
+from ecemb.net import rendezvous, worker_exit
+rendezvous._STUCK_S = rendezvous._PATIENCE_S = worker_exit.NEWS_S = 600.0
+"""
+"""However slow the machine is, a worker waits for news of a death, and a replacement for the others."""
+
+
 def train(
     here: Home, job: str, killed: str, command: list[str], restarts: int = 1
 ) -> tuple[list[list[str]], str]:
@@ -36,7 +43,7 @@ def train(
 @pytest.fixture(scope="module")
 def cold(here: Home) -> list[list[str]]:
     """What an undisturbed training, started by python, ends with."""
-    here.write("train.py", TRAINS)
+    here.write("train.py", PATIENT + TRAINS)
     return train(here, "cold", "nobody", [sys.executable])[0]
 
 
@@ -47,8 +54,8 @@ def test_workers_that_died_are_replaced_and_torchrun_notices_nothing(
     """Without a restart by torchrun, which may make none here."""
     warm, err = train(here, f"replaced-{killed[::2]}", killed, here.command(options=()), restarts=0)
     assert [one[0] for one in warm] == [one[0] for one in cold]
-    assert [one[4:] for one in warm] == [["0", "1"]] * 2
-    assert "exitcode" not in err and "Traceback" not in err
+    assert [one[4:] for one in warm] == [["0", "1"]] * 2, err
+    assert "exitcode" not in err and "Traceback" not in err, err
 
 
 @pytest.mark.parametrize(("killed", "option"), [("1", "--no-replace"), ("raises 1", "")])
