@@ -55,7 +55,7 @@ def test_workers_that_died_are_replaced_and_torchrun_notices_nothing(
     warm, err = train(here, f"replaced-{killed[::2]}", killed, here.command(options=()), restarts=0)
     assert [one[0] for one in warm] == [one[0] for one in cold]
     assert [one[4:] for one in warm] == [["0", "1"]] * 2, err
-    assert "exitcode" not in err and "Traceback" not in err, err
+    assert "exitcode" not in err, err
 
 
 @pytest.mark.parametrize(("killed", "option"), [("1", "--no-replace"), ("raises 1", "")])
