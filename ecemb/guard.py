@@ -40,6 +40,7 @@ from .memory.header import Word
 from .memory.private_files import lost_name
 from .net import replacement
 from .net.error_file import cause_of, follows, is_last_attempt, own_failure, placed
+from .net.roster import FINISHED
 from .net.watch import before_hard_exit, forget, last_exception
 from .net.wording import counted, short
 from .recovery.execute import RecoveryReport
@@ -483,7 +484,7 @@ class Guard:
         self._saver.drain()
         self._transport.barrier("closing the job")
         self._memory.finish()
-        self._session.job_flags.set("finished", "1")
+        self._session.job_flags.set(FINISHED, "1")
         try:
             self._transport.barrier("the end of the job")
             self._saver.finish()  # only now: from an arena that is LIVE, a restart might train on

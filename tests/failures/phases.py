@@ -162,8 +162,7 @@ class Worker:
 
     def meet_again(self) -> None:
         """The rendezvous begins: again, perhaps, since a worker of this start was replaced meanwhile."""
-        ended = [one for one in self._boards() if one.get("round") == self._round and not one.alive]
-        start = max([self.start, *(1 + board.get("start") for board in ended)])
+        start = max(board.get("start") for board in self._boards() if board.get("round") == self._round)
         if start != self.start:
             self.start = start
             self.board.set("start", start)
