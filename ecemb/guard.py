@@ -40,7 +40,6 @@ from .memory.header import Word
 from .memory.private_files import lost_name
 from .net import replacement
 from .net.error_file import cause_of, follows, is_last_attempt, own_failure, placed
-from .net.roster import FINISHED
 from .net.watch import before_hard_exit, forget, last_exception
 from .net.wording import counted, short
 from .recovery.execute import RecoveryReport
@@ -482,9 +481,10 @@ class Guard:
         self._drain()
         self._background.ensure_all()
         self._saver.drain()
+        replacement.leave()  # the other ranks may have closed the job before a replacement comes
         self._transport.barrier("closing the job")
         self._memory.finish()
-        self._session.job_flags.set(FINISHED, "1")
+        self._session.job_flags.set("finished", "1")
         try:
             self._transport.barrier("the end of the job")
             self._saver.finish()  # only now: from an arena that is LIVE, a restart might train on
@@ -567,7 +567,6 @@ class Guard:
         self._transactions.close()
         self._background.end()
         self._transport.close()
-        replacement.leave()
         if self._session.watch is not None:
             self._session.watch.say_goodbye()
         self._closed = why

@@ -36,7 +36,7 @@ from . import processes, replacement
 from .assignment import Assignment, Report, Roster, Worker, assign
 from .error_file import Activity, follows
 from .links import CHECK_S, Listener, Peer, connect, neighbours, own_addresses
-from .roster import FINISHED, StoreGone, Superseded, agree, is_replaced
+from .roster import StoreGone, Superseded, agree, is_replaced
 from .watch import FailureDetector
 from .worker_exit import hook
 
@@ -108,7 +108,7 @@ def meet(job: str, directory: Directory, timeout: datetime.timedelta) -> Met:
 
     Begins again when a worker has died meanwhile and was replaced, which torchrun does not notice. A worker
     that is a replacement itself waits only for a while for others: if an agent or a host is lost, or a
-    process can't end, only torchrun can restart the job. It doesn't wait if the job is finished.
+    process can't end, only torchrun can restart the job.
 
     Args:
         job: name of the job.
@@ -133,8 +133,6 @@ def meet(job: str, directory: Directory, timeout: datetime.timedelta) -> Met:
             found = directory.scan(timeout_s=_STUCK_S if replacement.predecessors else timeout_s / 2)
             _check_ended(found)
             job_flags = dist.PrefixStore(f"ecemb/{job}", store)
-            if replacement.predecessors and job_flags.check([FINISHED]):
-                raise _given_up("the job is finished, and its other workers may not come again")
             made = _assemble(job_flags, directory, found, index, world_size, timeout_s, deadline)
             return Met(store, job_flags, found, *made)
         except Superseded:

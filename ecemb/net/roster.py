@@ -53,8 +53,6 @@ T = TypeVar("T")
 
 MOST_BYTES = 4 << 20
 """Largest value. torch's store accepts 8 MiB, and resets a connection that sends more."""
-FINISHED = "finished"
-"""Key of the store's mark that the job is closed."""
 _COUNTS, _AGAIN = "counts", "again"
 _OWN_STORE = "Give the launch an --rdzv-id and --rdzv-endpoint of its own"
 _SHORTEST_S, _LONGEST_S = 0.005, 0.05  # between two reads of a counter
@@ -422,7 +420,7 @@ def _propose(client: _StoreClient, prefix: str, announced: Sequence[Roster]) -> 
         generation=generation,
         generation_id=secrets.randbits(62),
         prefix=prefix,
-        finished=client.has(FINISHED),
+        finished=client.has("finished"),
         workers=tuple(roster.workers[0] for roster in announced),
         reports=reports,
         secret=secrets.token_hex(16),

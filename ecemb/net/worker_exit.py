@@ -3,7 +3,8 @@
 Replaces sys.excepthook in a worker, so that the script needs no decorator. In this order:
 
 1. After an error that another rank caused, the hook waits a moment for that rank's message, from the failure
-   detector.
+   detector. Any error counts as caused by a death that the detector knows of: a collective of gloo may return
+   without its data when a peer has died.
 2. The error file is written before other ranks are informed of the error, so that torchrun shows the first
    error as the root cause, and not a consequence of it.
 3. The traceback is printed, once. An attempt that ends like the attempt before, without a step in between,
@@ -86,7 +87,9 @@ class ExceptHook:
     def _fail(self, kind: type[BaseException], error: Exception, trace: TracebackType | None) -> None:
         cause = cause_of(error)
         news: str | None = None
-        if self.watch is not None and (cause is not None or is_lost_connection(error)):
+        if self.watch is not None and (
+            cause is not None or is_lost_connection(error) or self.watch.saw_death
+        ):
             news = self.watch.news(NEWS_S)
         if cause is None and news is not None:
             cause = cause_of(follows(error))

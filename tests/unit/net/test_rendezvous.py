@@ -241,19 +241,6 @@ def test_a_replacement_leaves_the_restart_to_torchrun_if_an_arena_is_still_held(
     assert cause_of(raised.value) == "" and not replacement.is_possible()
 
 
-def test_a_replacement_leaves_the_restart_to_torchrun_if_the_job_is_finished(
-    environment: pytest.MonkeyPatch, tmp_path: Path, replaced: None
-) -> None:
-    """It died in `close`, after the mark: the others have ended well, and do not come again."""
-    store = dist.HashStore()
-    dist.PrefixStore("ecemb/job", store).set("finished", "1")
-    meet = Meetings(environment, "roster")
-    environment.setattr(rendezvous, "connect_store", lambda *_: store)
-    with pytest.raises(RendezvousError, match="the job is finished"):
-        meet(tmp_path)
-    assert not replacement.is_possible() and meet.attempts == 0
-
-
 def test_a_replacement_leaves_the_restart_to_torchrun_if_others_do_not_come(
     environment: pytest.MonkeyPatch, tmp_path: Path, replaced: None
 ) -> None:
