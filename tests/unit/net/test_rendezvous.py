@@ -176,7 +176,7 @@ def test_agents_that_share_their_store_are_warned_that_none_can_be_replaced(
 
 
 class Meetings:
-    """Attempts to meet, each of which ends as it is told; the store and the memory are always there."""
+    """Attempts to meet, each of which ends as given; the store and the memory are always there."""
 
     def __init__(self, patched: pytest.MonkeyPatch, *ends: object) -> None:
         self.attempts = 0

@@ -250,7 +250,7 @@ def test_replaced_ranks_train_with_the_rows_and_the_parity_of_all_others(
 
 
 def two(seed: int, rows: int = 40, least_words: int = 0) -> Job:
-    """Two ranks, of which each holds a copy of the other's rows; rank 0 has at least so many words."""
+    """Two ranks, of which each holds a copy of the other's rows; rank 0 has at least `least_words`."""
     rng = random.Random(seed)
     while True:
         job = job_of(2, 1, 2, rng, rows)
