@@ -60,7 +60,7 @@ def place() -> Iterator[Home]:
 
 def launch(place: Home, how: str, *, warm: bool) -> tuple[str, dict[str, Any]]:
     """The log of a launch that fails, and the error files by local rank."""
-    logs, start = place.folder / how, place.command(options=()) if warm else [sys.executable]
+    logs, start = place.folder / how, place.command(options=["--no-replace"]) if warm else [sys.executable]
     options = ["--nproc-per-node=2", f"--log-dir={logs}", "--monitor-interval=0.05"]
     code, _, log = place.torchrun(*options, *start, "ends.py", str(place.arena_dir), how)
     assert code == 1, log
