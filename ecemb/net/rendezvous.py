@@ -127,9 +127,9 @@ def meet(job: str, directory: Directory, timeout: datetime.timedelta) -> Met:
     index, world_size, address, port = environment()
     timeout_s = timeout.total_seconds()
     deadline = time.monotonic() + timeout_s
+    store = connect_store(address, port, index, timeout)
     while True:
         try:
-            store = connect_store(address, port, index, timeout)
             found = directory.scan(timeout_s=_STUCK_S if replacement.predecessors else timeout_s / 2)
             _check_ended(found)
             job_flags = dist.PrefixStore(f"ecemb/{job}", store)
@@ -142,6 +142,7 @@ def meet(job: str, directory: Directory, timeout: datetime.timedelta) -> Met:
             if not replacement.predecessors or _has_agents_store() or time.monotonic() > deadline:
                 raise
             time.sleep(CHECK_S)
+            store = connect_store(address, port, index, timeout)
 
 
 def _check_ended(found: Sequence[Found]) -> None:

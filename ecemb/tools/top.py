@@ -120,18 +120,12 @@ def lines(found: Sequence[Found], now_ns: int) -> list[Line]:
         found: The arenas of this machine, or of one job on it.
         now_ns: The time, as of `time.time_ns`.
     """
-    known = [(one.job, one.header) for one in found if one.header is not None]
-    joined: dict[str | None, int] = {}
+    shown = list(zip(found, states(found), strict=True))
     reached: dict[str | None, int] = {}
-    for job, header in known:
-        joined[job] = max(joined.get(job, header.joined), header.joined)
-    for job, header in known:
-        if header.joined == joined[job]:
-            reached[job] = max(reached.get(job, header.committed), header.committed)
-    return [
-        _line(one, state, reached.get(one.job, 0), now_ns)
-        for one, state in zip(found, states(found), strict=True)
-    ]
+    for one, state in shown:
+        if one.header is not None and state != "stale":
+            reached[one.job] = max(reached.get(one.job, one.header.committed), one.header.committed)
+    return [_line(one, state, reached.get(one.job, 0), now_ns) for one, state in shown]
 
 
 def _line(one: Found, state: str, reached: int, now_ns: int) -> Line:
