@@ -82,13 +82,13 @@ class Waits:
         return work
 
     def ended(self, work: dist.Work, what: str) -> None:
-        """Waits for `work`; `what` names the wait in the error. May be called again after an interruption.
+        """Waits for `work`, once; `what` names the wait in the error.
+
+        Work that a peer's death has ended counts as completed, too: only the wait tells which it is.
 
         Raises:
             PeerFailure: a peer died, or the work did not end before the deadline.
         """
-        if work.is_completed():
-            return
         began = time.monotonic()
         try:
             with self.activity.waiting():
@@ -385,14 +385,14 @@ class Transport(Waits):
         self.notes.receive(out, source, what, tag)
 
     def send(self, words: Words, to: int, what: str, tag: int = 0) -> Callable[[], None]:
-        """Starts sending words to one rank; call the result to wait until `words` may be reused."""
+        """Starts sending words to one rank; call the result, once, to wait until `words` may be reused."""
         self.sent_bytes += words.nbytes
         tensor = torch.from_numpy(words.view(np.int64))
         work: dist.Work = self.started(lambda: self._gloo.send([tensor], to, tag), what)
         return lambda: self.ended(work, what)
 
     def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[[], None]:
-        """Starts receiving words (uint64, contiguous, overwritten) from one rank; call the result to wait.
+        """Starts receiving words (uint64, contiguous, overwritten) from one rank; call the result, once, to wait.
 
         A gloo sender announces each message and waits for the receiver, unless the receiver has started to
         receive before. Receivers of small messages therefore start early.

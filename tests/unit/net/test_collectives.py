@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from unittest import mock
 
 import numpy as np
@@ -82,6 +83,35 @@ def be_cut_off() -> list[int]:
 
 def test_what_is_left_of_an_exchange_is_not_taken_for_anothers() -> None:
     assert run_ranks(2, be_cut_off) == [[0, 0, 0], []]
+
+
+def hear_late(what: str) -> str:
+    """Rank 1 leaves; rank 0 comes to its wait when its part has long failed."""
+    transport, ended = opened(DEADLINE_S), Transport.ended
+    if transport.rank == 1:
+        transport.close()
+        return ""
+
+    def late(self: Transport, work: dist.Work, what: str) -> None:
+        while not work.is_completed():
+            time.sleep(0.001)
+        ended(self, work, what)
+
+    with mock.patch.object(Transport, "ended", late), pytest.raises(PeerFailure) as raised:
+        getattr(transport, what)(*WHAT_FAILS[what])
+    return str(raised.value)
+
+
+WHAT_FAILS = {
+    "all_to_all": (np.zeros((2, 1), np.int64), "the test"),
+    "gather": (b"some bytes", "the test"),
+    "vote": (True, "the test"),
+}
+
+
+@pytest.mark.parametrize("what", WHAT_FAILS)
+def test_a_collective_that_failed_before_it_was_waited_for_is_no_success(what: str) -> None:
+    assert "lost a peer in the test" in run_ranks(2, hear_late, what)[0]
 
 
 # --- over a fabric -------------------------------------------------------------------------------
