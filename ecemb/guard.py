@@ -95,6 +95,7 @@ class Guard:
         self._remaining = Remaining(session, opened.memory.arena)
         self._closed = ""  # why it takes no more calls, if it is closed
         self._steps = self._aborted = 0
+        self._committed_before = opened.memory.committed  # before this process's first step
         self._forgotten = opened.forgotten
         self._counts_steps = False  # whether `steps` was called
         self.recovery: RecoveryReport = opened.report
@@ -224,7 +225,7 @@ class Guard:
             self._tables.check()
             aborted = self._transactions.commit()
             self._steps = self._activity.steps = self._steps + 1
-            if self._steps == 1:
+            if self._memory.committed > self._committed_before:
                 replacement.made_progress()
             if aborted:
                 step.aborted = self._undone(number, aborted)
@@ -537,6 +538,7 @@ class Guard:
         if self._closed:
             return
         self.save(path, keep=keep)
+        replacement.leave()  # a replacement would find a job that has left
         if self._session.rank == 0:
             self._session.job_flags.set("left", str(path))  # two launches must not train on
         self._transport.barrier("leaving")

@@ -226,7 +226,7 @@ class _Ended(NamedTuple):
     Attributes:
         status: as `os.wait` returns it.
         end: what the worker has written of its end.
-        progress: whether a step ended in it.
+        progress: whether a step was committed in it.
         passed: signals that were passed on to it.
     """
 
@@ -413,7 +413,7 @@ class Replacements:
 
         Args:
             now: on time.monotonic().
-            progress: whether a step ended in the worker that is to be replaced.
+            progress: whether a step was committed in the worker that is to be replaced.
         """
         self._without_progress = 0 if progress else self._without_progress + 1
         self._times = [one for one in self._times if one > now - 60]

@@ -84,7 +84,7 @@ class Waits:
     def ended(self, work: dist.Work, what: str) -> None:
         """Waits for `work`, once; `what` names the wait in the error.
 
-        Work that a peer's death has ended counts as completed, too: only the wait tells which it is.
+        Work that a peer's death has ended is completed as well: only the wait shows which it is.
 
         Raises:
             PeerFailure: a peer died, or the work did not end before the deadline.
@@ -392,10 +392,16 @@ class Transport(Waits):
         return lambda: self.ended(work, what)
 
     def expect(self, out: Words, source: int, what: str, tag: int = 0) -> Callable[[], None]:
-        """Starts receiving words (uint64, contiguous, overwritten) from one rank; call the result, once, to wait.
+        """Starts receiving words from one rank; call the result, once, to wait.
 
         A gloo sender announces each message and waits for the receiver, unless the receiver has started to
         receive before. Receivers of small messages therefore start early.
+
+        Args:
+            out: uint64, contiguous, overwritten.
+            source: the rank.
+            what: names the wait in the error.
+            tag: of the message.
         """
         tensor = torch.from_numpy(out.view(np.int64))
         work: dist.Work = self.started(lambda: self._gloo.recv([tensor], source, tag), what)

@@ -90,7 +90,7 @@ def leave() -> None:
 
 
 def made_progress() -> None:
-    """A step has ended in this process: its death is no sign that a replacement would die as well."""
+    """A step was committed in this process: its death is no sign that a replacement would die as well."""
     if _page is not None:
         _page[_PROGRESS] = 1
 

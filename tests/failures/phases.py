@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -160,9 +160,9 @@ class Worker:
         before = own or [one for one in boards if one.get("round") < self._round]
         return max([int(os.environ[FIRST]), *(1 + board.get("start") for board in before)])
 
-    def meet_again(self) -> None:
-        """The rendezvous begins: again, perhaps, since a worker of this start was replaced meanwhile."""
-        start = max(board.get("start") for board in self._boards() if board.get("round") == self._round)
+    def meet(self, pids: Collection[int]) -> None:
+        """The workers of a start have met: one of them, perhaps, in place of one that died meanwhile."""
+        start = max(board.get("start") for board in self._boards() if board.get("pid") in pids)
         if start != self.start:
             self.start = start
             self.board.set("start", start)
@@ -413,8 +413,9 @@ def install() -> Worker:
 
 
 def _watch_start(worker: Worker) -> None:
-    def seats(assign: Callable[..., Any], *args: Any) -> Any:
-        given = assign(*args)
+    def seats(assign: Callable[..., Any], workers: Any, *args: Any) -> Any:
+        given = assign(workers, *args)
+        worker.meet([one.pid for one in workers])
         worker.board.set("rank", given[worker.board.get("worker")].rank)
         return given
 
@@ -450,13 +451,8 @@ def _watch_start(worker: Worker) -> None:
         worker.opened(result.memory.committed)
         return result
 
-    def met(assemble: Callable[..., Any], *args: Any) -> Any:
-        worker.meet_again()
-        return assemble(*args)
-
     around = functools.partial(_around, worker)
     _wrap(ecemb, "init_process_group", initialised)
-    _wrap(rendezvous, "_assemble", met)
     _wrap(rendezvous, "assign", seats)
     around(rendezvous, "_claim", "attaching")
     _wrap(arena.Arena, "_claim", claimed)

@@ -46,7 +46,9 @@ from ecemb.errors import (
     UsageError,
 )
 from ecemb.memory import scan
+from ecemb.net import replacement
 from ecemb.net.collectives import Transport
+from ecemb.net.replacement import End
 from ecemb.recovery import scrub
 from support import training_lives
 from support.processes import run_ranks
@@ -508,6 +510,33 @@ def a_job_that_has_left_goes_on_in_another_launch(place: Place) -> None:
         assert training.bits() == middle and not guard.asked_to_leave()
 
 
+@only(WORLD)
+def a_death_is_replaced_until_the_job_ends(place: Place) -> None:
+    """Only a committed step counts as progress: a worker may die in the first window of each start."""
+    page, barrier, seen = replacement.new_page(), Transport.barrier, list[tuple[End, bool]]()
+
+    def wait(self: Transport, what: str) -> None:
+        seen.append(replacement.read_page(page))
+        barrier(self, what)
+
+    for job in ("closes", "leaves"):
+        with life(place, job=f"{place.job}-{job}"):
+            page[:] = bytes(len(page))
+            replacement.begin(page, 0)
+            replacement.join()
+            training = Training()
+            guard = training.protect(window=2)
+            training.run(guard, 1)
+            assert replacement.read_page(page) == (End.IF_KILLED, False)
+            training.run(guard, 2)
+            assert replacement.read_page(page) == (End.IF_KILLED, True)
+            seen.clear()
+            with mock.patch.object(Transport, "barrier", wait):
+                guard.close() if job == "closes" else guard.leave(place.checkpoints)
+            assert set(seen[-2:]) == {(End.FINAL, True)}
+            replacement.begin(None, 0)
+
+
 def a_close_that_is_cut_off_leaves_no_mark_beside_live_arenas(place: Place) -> None:
     """Else a job that goes on from memory would count as finished, once that memory is lost."""
     mark, barrier = place.checkpoints / f"finished-{place.job}", Transport.barrier
@@ -735,6 +764,7 @@ SCENARIOS: dict[str, Callable[[Place], None]] = {
         another_model_is_refused_and_nothing_is_lost,
         a_finished_job_stays_finished,
         a_job_that_has_left_goes_on_in_another_launch,
+        a_death_is_replaced_until_the_job_ends,
         a_close_that_is_cut_off_leaves_no_mark_beside_live_arenas,
         a_start_that_fails_while_it_reads_is_begun_again,
         every_call_at_the_wrong_time_is_an_error,
