@@ -53,23 +53,8 @@ class Cpu(Kernels):
         self.products: Products = products or available()[0]
         self._constants, self._start = self.products.constants(), np.zeros(1, np.int64)
         self._weights, self._zero = _address(self._constants), _address(self._start)
-        unit = self.products.vector_bytes
-        self._copy, self._put, self._collect, self._drop, *adds = compiled(
-            move_loop(unit, put=False),
-            move_loop(unit, put=True),
-            distinct_loop(),
-            forget_loop(),
-            add_loop(unit, None),
-            add_loop(unit, self.products),
-            add_loop(unit, None, journalled=True),
-            add_loop(unit, self.products, journalled=True),
-        )
+        self._copy, self._put, self._collect, self._drop, *adds = _loops(self.products)
         self._add, self._multiply, self._add_journalled, self._multiply_journalled = adds
-        # Compiled at first use: the widths of records are known then; most processes never combine blocks.
-        self._of_records = functools.cache(
-            lambda widths: compiled(*(record_loop(unit, widths, changes=one) for one in (False, True)))
-        )
-        self._combine = functools.cache(lambda outputs: compiled(dot_loop(self.products, outputs))[0])
 
     def _scatter(self, table: Elements, ids: Ids, records: Elements, column: int) -> None:
         width, first = table.shape[1] * table.itemsize, column * records.itemsize
@@ -77,11 +62,11 @@ class Cpu(Kernels):
         self._put(*rows, _address(records) + first, records.shape[1] * records.itemsize)
 
     def _gather_records(self, columns: Columns, ids: Ids, out: Words) -> None:
-        pack, _ = self._of_records(columns.widths)
+        pack, _ = _record_loops(self.products.vector_bytes, columns.widths)
         self._share_records(pack, columns, ids, _address(out))
 
     def _change_records(self, columns: Columns, ids: Ids, old: Words, out: Words) -> None:
-        _, differ = self._of_records(columns.widths)
+        _, differ = _record_loops(self.products.vector_bytes, columns.widths)
         self._share_records(differ, columns, ids, _address(out), _address(old))
 
     def _share_records(self, loop: Callable[..., int], columns: Columns, ids: Ids, *records: int) -> None:
@@ -157,7 +142,7 @@ class Cpu(Kernels):
             self._dot_to_few(blocks, weights[row:end], outs[row:end])
 
     def _dot_to_few(self, blocks: Sequence[Words], weights: NDArray[np.uint8], outs: Sequence[Words]) -> None:
-        combine, constants = self._combine(len(outs)), self._constants[weights]
+        combine, constants = _combination(self.products, len(outs)), self._constants[weights]
         sources, targets = (np.array([_address(one) for one in many], np.int64) for many in (blocks, outs))
         arguments = _address(constants), constants.shape[-1], len(blocks)
 
@@ -166,6 +151,35 @@ class Cpu(Kernels):
             combine(_address(starts), *arguments, _address(ends), 8 * (stop - first))
 
         self._team.share(outs[0].size, 8 * (len(blocks) + len(outs)), some)
+
+
+# Compiled once in a process, and kept by processes that are forked. The widths of records are known late, and
+# most processes never combine blocks.
+
+
+@functools.cache
+def _loops(products: Products) -> list[Callable[..., int]]:
+    unit = products.vector_bytes
+    return compiled(
+        move_loop(unit, put=False),
+        move_loop(unit, put=True),
+        distinct_loop(),
+        forget_loop(),
+        add_loop(unit, None),
+        add_loop(unit, products),
+        add_loop(unit, None, journalled=True),
+        add_loop(unit, products, journalled=True),
+    )
+
+
+@functools.cache
+def _record_loops(unit: int, widths: tuple[int, ...]) -> list[Callable[..., int]]:
+    return compiled(*(record_loop(unit, widths, changes=one) for one in (False, True)))
+
+
+@functools.cache
+def _combination(products: Products, outputs: int) -> Callable[..., int]:
+    return compiled(dot_loop(products, outputs))[0]
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -1,5 +1,7 @@
 """Threads: teams for the work of one call, calls in another thread, and calls that complete despite signals.
 
+Also whether this host has processors for them: `share_of_processors` and `IdleProcessors`.
+
 `Team` shares the work of one call. A call returns only when all threads are done, also after an interrupt. So
 the caller may then store that all is written: no thread writes later.
 
@@ -11,9 +13,13 @@ completes a call that other ranks wait for, whatever exceptions signal handlers 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import signal
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Final
 
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}
@@ -140,3 +146,56 @@ def _stop(others: list[Future[None]]) -> None:
     while running := [other for other in others if not (other.cancel() or other.done())]:
         with contextlib.suppress(BaseException):
             wait(running)
+
+
+MOST_THREADS: Final = 8
+"""The most threads that `share_of_processors` gives: some processors stay for what loads and copies data."""
+
+
+def share_of_processors(processes: int) -> int:
+    """The number of threads for each of some processes that share the processors of this one, 1 to 8.
+
+    Args:
+        processes: number of such processes on this host, 1 or more.
+    """
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // processes))
+
+
+LOOK_S: Final = 0.003
+"""The least time between two looks of `IdleProcessors`, in seconds."""
+_LOOKS = 2
+_LOAD = Path("/proc/loadavg")
+"""The fourth field of this file begins with the number of the host's threads that run or are ready to."""
+
+
+class IdleProcessors:
+    """Looks whether processors of this host are idle. Used by one thread, which itself does not count.
+
+    They are if `_LOOKS` looks in a row, at least `LOOK_S` apart, find less than half of them in use: in a
+    single look all ranks may just be waiting for each other's messages.
+    """
+
+    def __init__(self) -> None:
+        self._of_host = os.cpu_count() or 1
+        self._looks, self._next_s = 0, -math.inf
+
+    def are_idle(self) -> bool:
+        """Whether processors are idle, as the latest looks found; looks again if the last one is too old."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + LOOK_S
+            self._looks = self._looks + 1 if self._less_than_half_run() else 0
+        return self._looks >= _LOOKS
+
+    def forget(self) -> None:
+        """Forgets earlier looks."""
+        self._looks, self._next_s = 0, -math.inf
+
+    def _less_than_half_run(self) -> bool:
+        try:
+            fields = _LOAD.read_bytes().split()
+        except OSError:
+            return False
+        running = fields[3].partition(b"/")[0] if len(fields) > 3 else b""
+        # This thread is one of the running threads: a system that reports 0 does not count them.
+        return running.isdigit() and 0 <= 2 * (int(running) - 1) < self._of_host

@@ -2,7 +2,7 @@
 
 `RunDelay` measures for how long training waited for a processor, and `RebuildThrottle` decides by it when the
 next chunk is requested. A chunk during which training waited is followed by a rest. The rest ends when the
-processors of this host are idle in `_LOOKS` measurements in a row. It also ends when fewer bytes have come
+processors of this host are idle. It also ends when fewer bytes have come
 over the last `_MEMORY_S` than the floor allows; bytes that came while processors were idle count. Must not
 know: the content of chunks, and what competes with training.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from pathlib import Path
 
 from ..coding.rows import WORD_BYTES
+from ..kernels.threads import LOOK_S, IdleProcessors
 
 FLOOR_BYTES_PER_S = 5e6
 """The least rate of a rebuild, on average, for each processor of this process. A byte takes some 7 ns of
@@ -27,12 +27,6 @@ BUSY_NS = 200_000
 """Processors count as busy if training waited at least this long for a processor during one chunk."""
 UNKNOWN_NS = 1 << 40
 """The wait that each call of `RunDelay.so_far_ns` adds if the kernel does not measure it."""
-_LOAD = Path("/proc/loadavg")
-"""The fourth field of this file begins with the number of the host's threads that run or are ready to."""
-_LOOK_S = 0.003
-_LOOKS = 2
-"""Processors are idle if this number of measurements in a row, `_LOOK_S` apart, find less than half of them
-in use. In one measurement all ranks may just be waiting for each other's messages."""
 _MOST_IN_FLIGHT = 2
 """Most chunks in flight, but no more than processors: while one is added up, the next one arrives. Only one
 is in flight after a chunk during which training waited, as chunks that are in flight when processors become
@@ -73,9 +67,9 @@ class RebuildThrottle:
 
     def __init__(self) -> None:
         self._processors = len(os.sched_getaffinity(0))
-        self._of_host = os.cpu_count() or 1
+        self._idle = IdleProcessors()
         self._floor_s = 0.0  # moment at which the floor's rate would have allowed all bytes received so far
-        self._due_s, self._idle_looks, self._is_free = 0.0, 0, False
+        self._due_s, self._is_free = 0.0, False
 
     @property
     def most_in_flight(self) -> int:
@@ -87,11 +81,10 @@ class RebuildThrottle:
         left_s = self._due_s - time.monotonic()
         if left_s <= 0:
             return 0.0
-        self._idle_looks = self._idle_looks + 1 if self._is_idle() else 0
-        if self._idle_looks >= _LOOKS:
+        if self._idle.are_idle():
             self.hurry()
             return 0.0
-        return min(left_s, _LOOK_S)
+        return min(left_s, LOOK_S)
 
     def hurry(self) -> None:
         """Ends the current rest."""
@@ -108,16 +101,7 @@ class RebuildThrottle:
         now_s = time.monotonic()
         through_s = words * WORD_BYTES / (FLOOR_BYTES_PER_S * self._processors)
         self._floor_s = min(max(self._floor_s, now_s) + through_s, now_s + max(through_s, _MEMORY_S))
-        self._is_free, self._idle_looks = delay_ns < BUSY_NS, 0
+        self._is_free = delay_ns < BUSY_NS
+        self._idle.forget()
         if not self._is_free:
             self._due_s = self._floor_s
-
-    def _is_idle(self) -> bool:
-        """Whether less than half of the host's processors are in use now, without this thread."""
-        try:
-            fields = _LOAD.read_bytes().split()
-        except OSError:
-            return False
-        running = fields[3].partition(b"/")[0] if len(fields) > 3 else b""
-        # This thread is one of the running threads: a system that reports 0 does not count them.
-        return running.isdigit() and 0 <= 2 * (int(running) - 1) < self._of_host

@@ -25,6 +25,7 @@ import dataclasses
 import datetime
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -47,6 +48,7 @@ from ..errors import (
     UsageError,
 )
 from ..kernels import contract
+from ..kernels.threads import share_of_processors
 from ..memory.arena import Arena
 from ..memory.rank_memory import RankMemory
 from ..net import processes
@@ -132,7 +134,9 @@ def _open(start: Start, before_s: Mapping[str, float]) -> Opened:
     if forgotten is not None:
         start.transport.together("looking for state that no recovery restores", forgotten.name)
     with start.watch.phase("kernels"):
-        kernels = contract.get_kernels("cpu", torch.get_num_threads())
+        here = Counter(start.session.hosts)[start.session.hosts[start.session.rank]]
+        threads = max(torch.get_num_threads(), share_of_processors(here))
+        kernels = contract.get_kernels("cpu", threads)
     background, old = Background(), start.world.old
     if old is not None:
         memory, report = _moved(start, old, kernels)

@@ -56,7 +56,7 @@ from torch.profiler import record_function
 from ..engines.device_image import Images, StagedRows
 from ..errors import NotEnoughSpace, UsageError
 from ..kernels.contract import Ids
-from ..kernels.threads import hand_over, to_the_end
+from ..kernels.threads import IdleProcessors, hand_over, to_the_end
 from ..memory.journal import RowJournal
 from ..memory.private_files import lost_name
 from ..memory.rank_memory import RankMemory
@@ -770,10 +770,14 @@ _work: Callable[[], float] = time.thread_time
 
 
 class CommitThrottle:
-    """Shares the processor between training and the thread that commits."""
+    """Shares the processor between training and the thread that commits.
+
+    A host of GPUs has idle processors while its devices work: there the thread does not rest, and a window is
+    decided long before the next one ends.
+    """
 
     def __init__(self) -> None:
-        self._waiting = threading.Event()
+        self._waiting, self._idle = threading.Event(), IdleProcessors()
         self._spent_s = self._last_s = 0.0
 
     def begin(self) -> None:
@@ -785,11 +789,14 @@ class CommitThrottle:
         self._spent_s, self._last_s = 0.0, _work()
 
     def rest(self) -> None:
-        """Rests in proportion to the work since the last rest. Called by the commit thread after a part."""
+        """Rests in proportion to the work since the last rest. Called by the commit thread after a part.
+
+        Does nothing beside idle processors.
+        """
         now_s = _work()
         part_s = now_s - self._last_s
         self._spent_s += part_s
-        if self._spent_s > AT_ONCE_S:
+        if self._spent_s > AT_ONCE_S and not self._idle.are_idle():
             self._waiting.wait(part_s * (1 / SHARE - 1))
         self._last_s = _work()
 

@@ -43,6 +43,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # 
 
 import ecemb  # noqa: E402
 from ecemb.engines import contract  # noqa: E402
+from ecemb.kernels import threads  # noqa: E402
 from ecemb.memory.scan import arenas  # noqa: E402
 from ecemb.recovery import requester, throttle  # noqa: E402
 from support.torchrec.runs import WHOLE_EVERY  # noqa: E402
@@ -313,7 +314,7 @@ def main() -> None:
     steps = setting["steps"]
     if setting["protected"]:
         if setting["rebuild"] == "background":  # of rows that are not waited for, only the first few come
-            throttle.BUSY_NS, throttle.FLOOR_BYTES_PER_S, throttle._LOOKS = 0, 1e-6, sys.maxsize
+            throttle.BUSY_NS, throttle.FLOOR_BYTES_PER_S, threads._LOOKS = 0, 1e-6, sys.maxsize
             os.environ[requester.POISON] = "1"
         n, k = setting["code"]
         contract._CHUNK_BYTES = 1000  # so that all rows of a table are several chunks

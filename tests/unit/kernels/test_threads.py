@@ -1,13 +1,17 @@
-"""A thread that keeps signals away hears them afterwards, whatever its block does."""
+"""Threads: one that keeps signals away hears them afterwards; how many there are, and when they rest."""
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 
-from ecemb.kernels.threads import without_signals
+from ecemb.kernels import threads
+from ecemb.kernels.threads import LOOK_S, IdleProcessors, share_of_processors, without_signals
 
 SIGNAL = signal.SIGUSR2
 
@@ -81,3 +85,26 @@ def test_an_error_of_the_block_is_raised() -> None:
     with pytest.raises(ValueError, match="inside"), without_signals():
         raise ValueError("inside")
     assert mask() == before
+
+
+@pytest.mark.parametrize(
+    ("processors", "processes", "share"), [(2, 4, 1), (2, 1, 2), (96, 8, 8), (40, 8, 5), (7, 2, 3)]
+)
+def test_processes_share_the_processors_of_this_one(processors: int, processes: int, share: int) -> None:
+    with mock.patch.object(os, "sched_getaffinity", return_value=set(range(processors))):
+        assert share_of_processors(processes) == share
+
+
+def test_a_look_counts_for_a_while() -> None:
+    clock, running = mock.Mock(return_value=5.0), iter([0, 0, 9, 0, 0])
+    said = mock.Mock(read_bytes=lambda: b"0 0 0 %d/50 7" % (1 + next(running)))
+    with (
+        mock.patch.object(threads, "_LOAD", said),
+        mock.patch.object(os, "cpu_count", return_value=16),
+        mock.patch.object(time, "monotonic", clock),
+    ):
+        idle, found = IdleProcessors(), list[bool]()
+        for _ in range(15):
+            found.append(idle.are_idle())
+            clock.return_value += LOOK_S / 2.5
+        assert found == [False] * 3 + [True] * 3 + [False] * 6 + [True] * 3

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from ecemb.kernels import threads
 from ecemb.recovery import throttle
 from ecemb.recovery.throttle import BUSY_NS, FLOOR_BYTES_PER_S, UNKNOWN_NS, RebuildThrottle, RunDelay
 
@@ -18,7 +20,7 @@ REST_S = 8 * WORDS / (FLOOR_BYTES_PER_S * PROCESSORS)
 
 
 class Machine:
-    """A host at a moment: what `RebuildThrottle` sees of it."""
+    """A host at a moment: what can be seen of it."""
 
     def __init__(self) -> None:
         self.now_s, self.running = 100.0, 0
@@ -34,10 +36,10 @@ class Machine:
 def machine() -> Iterator[Machine]:
     one = Machine()
     with (
-        mock.patch.object(throttle, "_LOAD", one),
-        mock.patch.object(throttle.os, "sched_getaffinity", return_value=set(range(PROCESSORS))),
-        mock.patch.object(throttle.os, "cpu_count", return_value=OF_HOST),
-        mock.patch.object(throttle.time, "monotonic", one.time_s),
+        mock.patch.object(threads, "_LOAD", one),
+        mock.patch.object(os, "sched_getaffinity", return_value=set(range(PROCESSORS))),
+        mock.patch.object(os, "cpu_count", return_value=OF_HOST),
+        mock.patch.object(time, "monotonic", one.time_s),
     ):
         yield one
 
@@ -117,7 +119,7 @@ def test_a_hurry_ends_it(machine: Machine) -> None:
 
 @pytest.mark.parametrize(("processors", "most"), [(1, 1), (2, 2), (64, 2)])
 def test_two_chunks_are_in_flight_but_no_more_than_processors(processors: int, most: int) -> None:
-    with mock.patch.object(throttle.os, "sched_getaffinity", return_value=set(range(processors))):
+    with mock.patch.object(os, "sched_getaffinity", return_value=set(range(processors))):
         made = RebuildThrottle()
         made.received(WORDS, 0)
         assert made.most_in_flight == most
@@ -126,7 +128,7 @@ def test_two_chunks_are_in_flight_but_no_more_than_processors(processors: int, m
 def test_without_a_file_to_look_at_it_has_the_floor(machine: Machine, tmp_path: Path) -> None:
     made = RebuildThrottle()
     made.received(WORDS, BUSY_NS)
-    with mock.patch.object(throttle, "_LOAD", tmp_path / "loadavg"):
+    with mock.patch.object(threads, "_LOAD", tmp_path / "loadavg"):
         assert math.isclose(rested(made, machine), REST_S)
 
 

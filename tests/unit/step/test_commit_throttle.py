@@ -1,4 +1,4 @@
-"""A commit beside training takes a part of the processor, and all of it when training waits."""
+"""A commit beside training takes a part of a busy processor, and all of it when training waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class Clocked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pace = CommitThrottle()
         self._work_s, self._rested_s = 100.0, 0.0
+        self.is_idle = False
         monkeypatch.setattr(transaction, "_work", lambda: self._work_s)
+        monkeypatch.setattr(self.pace._idle, "are_idle", lambda: self.is_idle)
 
     def _wait(self, timeout_s: float) -> None:
         self._rested_s += timeout_s
@@ -48,6 +50,13 @@ def test_a_commit_takes_a_part_of_the_processor(clocked: Clocked) -> None:
 def test_a_small_commit_does_not_rest(clocked: Clocked) -> None:
     for _ in range(2):
         assert clocked.commit(4, AT_ONCE_S / 5) == 0
+
+
+def test_beside_idle_processors_it_does_not_rest(clocked: Clocked) -> None:
+    clocked.is_idle = True
+    assert clocked.commit(100, 0.02) == 0
+    clocked.is_idle = False
+    assert clocked.commit(100, 0.02) > 0
 
 
 def test_nothing_rests_while_training_waits() -> None:
