@@ -382,8 +382,8 @@ class Transactions:
         """
         self._throttle.start()
         try:
-            laid_out_s = self._decide(transaction, decision, changed, self._throttle.rest)
-            self.window.end(spent_s + laid_out_s)
+            worked_s = self._decide(transaction, decision, changed, self._throttle.rest)
+            self.window.end(spent_s + worked_s)
         except BaseException as error:
             if self._is_undecided:
                 end_process(transaction, error)
@@ -401,14 +401,13 @@ class Transactions:
             rest: Called after each part of the work.
 
         Returns:
-            Processor time of the lay-out of deltas, in seconds.
+            Processor time of all this, in seconds: what it takes from training where processors are busy.
         """
+        began = time.thread_time()
         try:
-            began = time.thread_time()
             self._off_arena.store(changed)
             with self.phase("delta"):
                 messages = self._memory.lay_out(self._memory.outbox(changed.journal), rest)
-            laid_out_s = time.thread_time() - began
             with self.phase("exchange"):
                 what = f"the exchange of step {transaction - 1}"
                 self._agreement.exchange(decision, messages, what)
@@ -424,7 +423,7 @@ class Transactions:
         self._memory.commit(transaction)
         self._background.resume()
         self._commits += 1
-        return laid_out_s
+        return time.thread_time() - began
 
     def undo(self, error: BaseException) -> None:
         """Undoes the transaction in flight on this rank, and announces the failure to the other ranks.

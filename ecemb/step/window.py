@@ -31,8 +31,9 @@ from ..net.collectives import Transport
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
-MOST = 1000
-"""Most steps in a window by "auto". Bounds the journal, which holds all rows that the steps change."""
+MOST, LONGEST_S = 1000, 60.0
+"""A window by "auto" has at most this many steps, or lasts at most this long, whichever is more. Bounds the
+journal, which holds all rows that the steps change."""
 WARM_UP, MEASURED = 5, 20
 """Steps that "auto" skips first, and steps that it then measures; until then each step is a transaction."""
 COMMITS = 5
@@ -52,7 +53,7 @@ class Window:
         mtbf: Mean time between failures of the whole job, for "auto"; None for the published rate for this
             number of hosts (`published_mtbf`).
         max_replay: Most time of steps that a failure may take back, for "auto", as a timedelta or in seconds;
-            None for the bound of `MOST` steps alone.
+            None for the bounds of `MOST` and `LONGEST_S` alone.
 
     Attributes:
         asked: `steps`, `mtbf` and `max_replay`, for the comparison between ranks.
@@ -245,7 +246,7 @@ def published_mtbf(hosts: int) -> timedelta:
 
 
 def best(committing_s: float, step_s: float, mtbf_s: float, most_s: float | None = None) -> int:
-    """Young's interval in steps, from 1 to MOST.
+    """Young's interval in steps: at least one, at most `MOST` or as many as last `LONGEST_S`.
 
     Args:
         committing_s: Duration of a commit.
@@ -254,7 +255,7 @@ def best(committing_s: float, step_s: float, mtbf_s: float, most_s: float | None
         most_s: Longest time that the steps may take; None for no bound.
     """
     step_s = max(step_s, 1e-9)
-    steps = min(MOST, round(math.sqrt(2 * committing_s * mtbf_s) / step_s))
+    steps = round(min(math.sqrt(2 * committing_s * mtbf_s), max(MOST * step_s, LONGEST_S)) / step_s)
     return max(1, steps if most_s is None else min(steps, int(most_s / step_s)))
 
 

@@ -161,6 +161,7 @@ def test_without_a_time_between_failures_it_is_as_published_of_so_many_hosts() -
     [
         (0.01, 0.4, 10_800, 37),  # sqrt(2 * 0.01 * 10800) = 14.7 s
         (0.5, 0.1, 10_800, MOST),
+        (0.5, 0.008, 10_800, 7500),  # 60 s
         (1e-6, 10.0, 60, 1),
         (0.0, 0.0, 60, 1),
     ],
