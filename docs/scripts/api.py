@@ -33,6 +33,7 @@ PARTS = {
     "Watching": [
         "ecemb.integrations.metrics.TensorBoard",
         "ecemb.integrations.metrics.Prometheus",
+        "ecemb.integrations.metrics.Tracker",
         "ecemb.integrations.metrics.values",
         "ecemb.integrations.lightning.Protection",
     ],

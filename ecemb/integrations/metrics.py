@@ -1,11 +1,13 @@
-"""The numbers of `guard.stats()` and `guard.recovery`, for TensorBoard and for Prometheus.
+"""The numbers of `guard.stats()` and `guard.recovery`, for TensorBoard, Prometheus and experiment trackers.
 
     from ecemb.integrations import metrics
     board = metrics.TensorBoard(guard, "runs/ctr")
     server = metrics.Prometheus(guard, port=9400 + local_rank)
+    tracker = metrics.Tracker(guard, mlflow.log_metrics)
 
-Each rank reports its own numbers. `pip install 'ecemb[metrics]'` installs the packages of both classes, which
-are imported when an object is made. Counts are of this process: they begin at 0 after a restart.
+Each rank reports its own numbers. `pip install 'ecemb[metrics]'` installs the packages of `TensorBoard` and
+`Prometheus`, which are imported when an object is made; `Tracker` imports nothing. Counts are of this
+process: they begin at 0 after a restart.
 
 Must not know: how the guard gets its numbers.
 """
@@ -14,14 +16,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
 from ..guard import Guard
 
-__all__ = ["Prometheus", "TensorBoard", "values"]
+__all__ = ["Prometheus", "TensorBoard", "Tracker", "values"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,7 @@ _REBUILD = {  # of stats()["rebuild"]: name, description, whether it grows
 }
 _REPLACED = "Processes that ecemb-run replaced before this one, since torchrun last started the rank."
 _AGE = "Time since the stripe was compared with its rows that was compared longest ago; all of them fitted."
+_NOT_NAMED = re.compile(r"[^\w\-. :/]", re.ASCII)
 _START = "Wall time of this process's start by phase: before ecemb.protect(), and in it."
 
 
@@ -125,6 +129,40 @@ class TensorBoard:
         self._writer.flush()
         if self._owned:
             self._writer.close()
+
+
+class Tracker:
+    """Passes a guard's numbers to a function, such as that of MLflow, or of Weights & Biases.
+
+    Args:
+        guard: source of the numbers.
+        log: takes the numbers of a step by name, and the step, as `mlflow.log_metrics` does. What it raises,
+            `write` raises.
+        prefix: of all names. Ranks that share a run of the tracker need one each.
+
+    Raises:
+        ConfigurationError: `log` can't be called.
+    """
+
+    def __init__(
+        self, guard: Guard, log: Callable[[dict[str, float], int], object], *, prefix: str = "ecemb/"
+    ) -> None:
+        if not callable(log):
+            raise ConfigurationError(
+                f"ecemb.integrations.metrics.Tracker takes a function log(values, step), and was given a "
+                f"{type(log).__name__}: pass a method of it, such as mlflow.log_metrics"
+            )
+        self._guard, self._log, self._prefix = guard, log, prefix
+
+    def write(self) -> None:
+        """Passes on all current numbers, and `guard.next_step` as the step. This rank, between steps.
+
+        Names are the prefix and those of `values`. MLflow's rule for names holds: a character of a table's
+        name that is no ASCII letter or digit and none of `_-. :/` becomes `_`.
+        """
+        found = values(self._guard)
+        named = {_NOT_NAMED.sub("_", self._prefix + name): value for name, value in found.items()}
+        self._log(named, self._guard.next_step)
 
 
 class Prometheus:

@@ -142,12 +142,13 @@ def test_what_is_missing_is_named(make: Any, module: str, monkeypatch: pytest.Mo
         make()
 
 
-def test_a_rebuild_beside_training_is_measured() -> None:
-    rebuild = {"rows_left": {"user": 7}, "bytes_left": 56, "bytes_per_s": 8.0, "waited_s": 0.5}
-    rebuild["waited_by_table_s"] = {"user": 0.25}
+def rebuilding(next_step: int = 3, table: str = "user") -> Any:
+    """A guard's numbers while a table's rows are rebuilt beside training."""
+    rebuild = {"rows_left": {table: 7}, "bytes_left": 56, "bytes_per_s": 8.0, "waited_s": 0.5}
+    rebuild["waited_by_table_s"] = {table: 0.25}
     stats = {
         **dict.fromkeys(metrics._COUNTS, 0),
-        "next_step": 3,
+        "next_step": next_step,
         "replaced": 2,
         "verified_age_s": 2.5,
         "seconds": {},
@@ -155,7 +156,11 @@ def test_a_rebuild_beside_training_is_measured() -> None:
         "rebuild": rebuild,
     }
     report = RecoveryReport("memory", 3, (1,), 0, False, 0, {})
-    values = metrics.values(cast("Any", SimpleNamespace(stats=lambda: stats, recovery=report)))
+    return SimpleNamespace(stats=lambda: stats, recovery=report, next_step=next_step)
+
+
+def test_a_rebuild_beside_training_is_measured() -> None:
+    values = metrics.values(rebuilding())
     assert (values["verified_age_seconds"], values["replaced_workers"]) == (2.5, 2)
     found = {name: value for name, value in values.items() if name.startswith("rebuild")}
     assert found == {
@@ -165,3 +170,81 @@ def test_a_rebuild_beside_training_is_measured() -> None:
         "rebuild_rows_left/user": 7,
         "rebuild_table_waited_seconds/user": 0.25,
     }
+
+
+# --- trackers of experiments ---------------------------------------------------------------------
+
+
+class Mlflow:
+    """As `mlflow.log_metrics` of MLflow 3.17: names are checked, and a step may come again."""
+
+    def __init__(self) -> None:
+        self.history: dict[str, list[tuple[int | None, float]]] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        for name, value in metrics.items():
+            if not re.fullmatch(r"[/\w.\- :]*", name):
+                raise ValueError(f"names may only contain alphanumerics and _-. :/, not {name}")
+            self.history.setdefault(name, []).append((step, float(value)))
+
+
+class Run:
+    """As a run of wandb 0.31: what is logged without a step is at the next one; earlier steps are ignored."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.rows: list[dict[str, Any]] = []
+        self.axes: dict[str, str] = {}
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, data: dict[str, Any], step: int | None = None) -> None:
+        if step is not None and step < self.step:
+            return
+        self.step = self.step + 1 if step is None else step
+        self.rows.append(data)
+
+
+AGAIN = (1, 2, 3, 2, 3, 4)
+"""The next steps after which numbers are written, with a failure that takes two steps back."""
+
+
+def test_mlflow_has_all_numbers_of_all_ranks() -> None:
+    run = Mlflow()
+    for rank in range(2):
+        for step in AGAIN:
+            tracker = metrics.Tracker(rebuilding(step), run.log_metrics, prefix=f"ecemb/rank{rank}/")
+            tracker.write()
+    assert run.history["ecemb/rank1/next_step"] == [(step, float(step)) for step in AGAIN]
+    assert len(run.history) == 2 * len(metrics.values(rebuilding()))
+
+
+def test_weights_and_biases_has_steps_that_ran_again() -> None:
+    run = Run()
+    run.define_metric("ecemb/*", step_metric="ecemb/next_step")
+    for step in AGAIN:
+        run.log({"loss": 1.0})  # by the script, at the run's own step
+        metrics.Tracker(rebuilding(step), lambda values, step: run.log(values)).write()
+    shown = [row for row in run.rows if "loss" not in row]
+    assert [row[run.axes["ecemb/*"]] for row in shown] == list(AGAIN)
+    assert set(shown[0]) == {f"ecemb/{name}" for name in metrics.values(rebuilding())}
+
+
+def test_names_are_those_that_trackers_take() -> None:
+    run = Mlflow()
+    metrics.Tracker(rebuilding(table="tables[0](a)"), run.log_metrics).write()
+    assert run.history["ecemb/rebuild_rows_left/tables_0__a_"] == [(3, 7.0)]
+
+
+def test_a_tracker_that_fails_is_not_hidden() -> None:
+    def fails(values: dict[str, float], step: int) -> None:
+        raise ConnectionError(f"no server at step {step}")
+
+    with pytest.raises(ConnectionError, match="at step 3"):
+        metrics.Tracker(rebuilding(), fails).write()
+
+
+def test_a_run_in_place_of_its_function_is_refused() -> None:
+    with refused(ConfigurationError, "takes a function log(values, step)", "given a Run", "log_metrics"):
+        metrics.Tracker(rebuilding(), cast("Any", Run()))
