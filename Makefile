@@ -9,6 +9,7 @@ CODE ?= 4,3
 RANKS ?= 4
 QUESTION ?= kernels
 MINUTES ?= 15
+VERSION ?= 2.14
 WORKERS ?= 3
 SEEDS ?= 200
 IN_ORDER = --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
@@ -19,7 +20,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 docs site pages package release-check model failures moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 docs site pages package release-check model compat failures moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -109,6 +110,9 @@ release-check: $(READY)  ## build wheel and sdist into dist/, and try the wheel 
 
 model: $(READY)  ## search all states of the protocol, and what each of its rules prevents (ARGS=--table)
 	$(BIN)/python tests/model $(ARGS)
+
+compat: $(READY)  ## another set of torch, TorchRec and FBGEMM, in build/compat (VERSION=2.14): contracts, scenarios, demo
+	$(BIN)/python tests/support/compat.py $(VERSION) --json bench/results/compat-$(VERSION).json $(ARGS)
 
 failures: $(READY)  ## the failure matrix: real processes killed in every phase (30 minutes)
 	$(BIN)/python tests/failures --json bench/results/failures.json $(ARGS)

@@ -13,8 +13,8 @@ from .errors import ConfigurationError
 
 PLATFORMS = frozenset({("linux", "x86_64")})
 """(`sys.platform`, machine) of those that the tests run on."""
-OLDEST_TORCH, TESTED_TORCH = (2, 11), (2, 13)
-"""What has run on a GPU, and what all tests run with, which is also the newest one that is accepted."""
+OLDEST_TORCH, TESTED_TORCH, NEWEST_TORCH = (2, 11), (2, 13), (2, 14)
+"""What has run on a GPU; what all tests run with; the newest accepted one, which `make compat` ran with."""
 
 
 def check_platform() -> None:
@@ -49,10 +49,10 @@ def check() -> None:
             f"--index-url https://download.pytorch.org/whl/cpu"
         ) from None
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if found and not OLDEST_TORCH <= (int(found[1]), int(found[2])) <= TESTED_TORCH:
+    if found and not OLDEST_TORCH <= (int(found[1]), int(found[2])) <= NEWEST_TORCH:
         raise ConfigurationError(
-            f"ecemb takes torch {_shown(OLDEST_TORCH)} to {tested}, and was tested with {tested}; this is "
-            f"torch {torch.__version__}: pip install 'torch=={tested}.*'"
+            f"ecemb takes torch {_shown(OLDEST_TORCH)} to {_shown(NEWEST_TORCH)}, and all its tests ran with "
+            f"{tested}; this is torch {torch.__version__}: pip install 'torch=={tested}.*'"
         )
 
 

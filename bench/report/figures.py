@@ -2,7 +2,8 @@
 
 What lies between `<!-- picture: QUESTION -->`, alone on its line, and `<!-- end -->` is replaced by a
 picture; what follows `<!-- methods: compare -->`, `<!-- choices: compare -->`, `<!-- shares: simulate -->`,
-`<!-- mtbfs: simulate -->` or `<!-- verdicts: simulate -->` by that of `bench.report.choosing`.
+`<!-- mtbfs: simulate -->` or `<!-- verdicts: simulate -->` by that of `bench.report.choosing`; and
+`<!-- versions: compat -->` by that of `bench.report.versions`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from bench import RESULTS, ROOT
 from bench.questions.profile.picture import draw
-from bench.report import choosing, tables
+from bench.report import choosing, tables, versions
 from bench.report.headlines import Unknown
 
 PAGES = (ROOT / "docs" / "performance.md", ROOT / "docs" / "choosing.md", ROOT / "README.md")
@@ -34,6 +35,7 @@ SHOWN = {
     "shares": choosing.shares,
     "mtbfs": choosing.mtbfs,
     "verdicts": choosing.verdicts,
+    "versions": versions.table,
 }
 """Mark -> what makes its table, or its sentences."""
 
@@ -46,12 +48,17 @@ def write(results: Path = RESULTS, pages: Sequence[Path] = PAGES) -> None:
     Raises:
         BadResult: A file in `results` is not in the form.
     """
-    documents = tables.load(results)
+    documents = load(results)
     for page in pages:
         tables.replace(page, fill(page.read_text(encoding="utf-8"), documents))
     profiles = of(documents, "profile")
     if profiles:
         tables.replace(pages[0].with_name(PICTURE), draw(profiles[0]["rows"]))
+
+
+def load(results: Path = RESULTS) -> list[dict[str, Any]]:
+    """The documents that the pages have figures of."""
+    return tables.load(results, (versions.QUESTION,))
 
 
 def fill(text: str, documents: Documents) -> str:
@@ -60,7 +67,8 @@ def fill(text: str, documents: Documents) -> str:
     def block(match: re.Match[str]) -> str:
         opening, kind, question, closing = match.groups()
         if not of(documents, question):
-            content = f"Not measured yet: `python -m bench {question}`."
+            made = f"make {question}" if question in tables.ELSEWHERE else f"python -m bench {question}"
+            content = f"Not measured yet: `{made}`."
         elif kind == "picture":
             content = "![{}]({})".format(*SHOWS[question])
         else:

@@ -47,6 +47,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
         *("bench/questions/compare", "bench/methods", "bench/workloads/pairs.py", "baselines"),
         *("bench/questions/overhead/estimate.py", *_WARM),
     ),
+    "compat": ("tests/support/compat.py", "tests/contracts", "tests/support/torchrec", "ecemb/engines"),
     "cpr": ("bench/questions/cpr", _CLICKS, "baselines/cpr"),
     "drift": ("bench/questions/drift", "baselines/float_parity", *_BYTES),
     "elastic": ("bench/questions/elastic", *_RESTART),

@@ -22,8 +22,8 @@ PICTURED = (
     *("written_of_interval", "stored_of_interval"),
 )
 """Metrics for a picture, with too many rows for a table."""
-ELSEWHERE = ("failures", "follower_kills", "kills", "soak")
-"""What `make failures`, `follower-kills`, `kills` and `soak` write answers no question of bench/: no page."""
+ELSEWHERE = ("compat", "failures", "follower_kills", "kills", "soak")
+"""What `make` writes of these, besides questions: no page."""
 
 
 class BadResult(Exception):
@@ -38,8 +38,8 @@ def replace(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def load(results: Path) -> list[dict[str, Any]]:
-    """Reads all documents of a folder, in the order of their files' names.
+def load(results: Path, elsewhere: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Reads all documents of a folder, in the order of their files' names; of `ELSEWHERE`, those named.
 
     "file" is a file's name without its suffix; "stale" says what is old in a document.
 
@@ -55,7 +55,7 @@ def load(results: Path) -> list[dict[str, Any]]:
             raise BadResult(
                 f"{path} has no {', '.join(missing)}: write it by `python -m bench QUESTION --json`"
             )
-        if content["question"] not in ELSEWHERE:
+        if content["question"] not in ELSEWHERE or content["question"] in elsewhere:
             stale = {"stale": old[path.name]} if path.name in old else {}
             documents.append(content | {"file": path.stem} | stale)
     return documents

@@ -31,16 +31,21 @@ def render(page: str) -> str:
 def table() -> str:
     """A row for the protected members of a family, then one for each reason of a refusal."""
     lines = ["| kind | members | protected |", "|---|---|---|"]
-    for title, family in families().items():
+    decisions = runpy.run_path(str(DECISIONS))
+    since = decisions["SINCE"]
+    for title, family in decisions["FAMILIES"].items():
         rows: dict[str, list[str]] = {}
         for name, decision in family.items():
-            rows.setdefault(verdict(decision), []).append(f"`{name}`")
+            first = f" (from {'.'.join(map(str, since[name]))})" if name in since else ""
+            rows.setdefault(verdict(decision), []).append(f"`{name}`{first}")
         lines += [f"| {title} | {', '.join(names)} | {said} |" for said, names in rows.items()]
     return "\n".join(lines) + "\n"
 
 
 def verdict(decision: Any) -> str:
     """Whether a member is protected, in words."""
+    if hasattr(decision, "reason") and not hasattr(decision, "by_fbgemm"):
+        return f"not tried: {decision.reason}"
     if hasattr(decision, "reason"):
         return f"no: {decision.reason}"
     if decision.stand_in:

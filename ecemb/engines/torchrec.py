@@ -223,8 +223,9 @@ class Collection:
             "fbgemm_gpu.split_table_batched_embeddings_ops_training", "SplitTableBatchedEmbeddingBagsCodegen"
         )
         for kernel in kernels:
-            fbgemm = own(kernel, "emb_module")
-            if type(fbgemm) is not fused or type(kernel).__name__ not in KERNELS:
+            known = type(kernel).__name__ in KERNELS
+            fbgemm = own(kernel, "emb_module") if known else held(kernel, "emb_module")
+            if type(fbgemm) is not fused or not known:
                 names = [config.name for config in own(own(kernel, "_config"), "embedding_tables")]
                 raise UnsupportedTable(
                     f"tables {names} of {self.path or 'the model'} use {type(kernel).__name__} with "

@@ -36,7 +36,7 @@ FIGURE = re.compile(r"(-?[\d,.]+)(?: %| times| \w+(?:/s)?)? \((-?[\d,.]+) to (-?
 
 
 def test_the_page_has_the_figures_that_the_results_give() -> None:
-    documents = tables.load(RESULTS)
+    documents = figures.load(RESULTS)
     for page in figures.PAGES:
         written = page.read_text(encoding="utf-8")
         assert written == figures.fill(written, documents), "run `python -m bench report`"

@@ -32,6 +32,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from torchrec.distributed.embedding_kernel import BaseEmbedding  # isort: skip
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel  # isort: skip
 from torchrec.distributed.model_parallel import DistributedModelParallel  # isort: skip
+from torchrec.distributed.train_pipeline import train_pipelines  # isort: skip
 from torchrec.distributed.types import ShardedModule, ShardingType  # isort: skip
 from torchrec import optim  # isort: skip
 from torchrec.modules import mc_modules  # isort: skip
@@ -39,7 +40,7 @@ from torchrec.optim import keyed, optimizers, warmup  # isort: skip
 from torchrec.optim.fused import FusedOptimizer  # isort: skip
 from torchrec.optim.semi_sync import SemisyncOptimizer  # isort: skip
 
-from ecemb.engines import discover
+from ecemb.engines import discover, internals
 from ecemb.engines import torchrec as adapter
 from ecemb.engines.members import KERNELS
 from ecemb.errors import UnsupportedOptimizer, UnsupportedTable
@@ -103,8 +104,20 @@ def around_others() -> dict[str, type]:
     return {one.__name__: one for one in found if "test_utils" not in one.__module__}
 
 
+def here(family: dict[str, members.Decision]) -> dict[str, members.Decision]:
+    """Of a family, the members that the installed version is to have."""
+    installed = tuple(map(int, internals.version("torchrec").split(".")[:2]))
+    return {name: one for name, one in family.items() if members.SINCE.get(name, (0, 0)) <= installed}
+
+
 def refusals(family: dict[str, members.Decision]) -> list[str]:
-    return [name for name, decision in family.items() if isinstance(decision, members.Refused)]
+    return [name for name, decision in here(family).items() if isinstance(decision, members.Refused)]
+
+
+def pipelines() -> set[str]:
+    """TorchRec's pipelines, but for the abstract one."""
+    load_all()
+    return {one.__name__ for one in below(train_pipelines.TrainPipeline)}
 
 
 # --- each has a decision ------------------------------------------------------------------------
@@ -122,12 +135,13 @@ def offered(family: str) -> set[str]:
         "optimizer of tables": lambda: set(EmbOptimType.__members__),
         "type of weights": lambda: set(SparseType.__members__),
         "optimizer around others": lambda: set(around_others()),
+        "pipeline": pipelines,
     }[family]()
 
 
 @pytest.mark.parametrize("family", members.FAMILIES)
 def test_each_member_has_a_decision(family: str) -> None:
-    assert offered(family) == set(members.FAMILIES[family])
+    assert offered(family) == set(here(members.FAMILIES[family]))
 
 
 @pytest.mark.parametrize("family", members.FAMILIES)
@@ -226,6 +240,7 @@ STAND_INS = {  # where CPUs lack the kernel: what FBGEMM's module would be
     "fused_uvm": in_uvm,
     "fused_uvm_caching": in_uvm,
     "fused_triton": _OTHER,
+    "unfused_tpu": _OTHER,
     "customized_kernel": _OTHER,
     **dict.fromkeys(("key_value", "ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table"), _SSD),
     **dict.fromkeys(("quant", "quant_uvm", "quant_uvm_caching"), _QUANT),
@@ -259,9 +274,10 @@ def trains(**options: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", members.OPTIMIZERS)
+@pytest.mark.parametrize("name", here(members.OPTIMIZERS))
 def test_what_is_said_of_an_optimizer_is_so(name: str) -> None:
     decision = members.OPTIMIZERS[name]
+    assert not isinstance(decision, members.Untried)
     by_fbgemm = decision.by_fbgemm if isinstance(decision, members.Refused) else bool(decision.stand_in)
     assert trains(optimizer=EmbOptimType[name]) is not by_fbgemm
 
@@ -274,7 +290,7 @@ def test_optimizers_are_refused() -> None:
             adapter.find(model)
 
 
-@pytest.mark.parametrize("name", members.WEIGHTS)
+@pytest.mark.parametrize("name", here(members.WEIGHTS))
 def test_what_is_said_of_a_type_is_so(name: str) -> None:
     decision = members.WEIGHTS[name]
     by_fbgemm = isinstance(decision, members.Refused) and decision.by_fbgemm

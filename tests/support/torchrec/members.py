@@ -39,7 +39,18 @@ class Refused:
     by_fbgemm: bool = False
 
 
-Decision = Protected | Refused
+@dataclasses.dataclass(frozen=True)
+class Untried:
+    """A member that trains nothing that ecemb could refuse by its class, and that no test has run.
+
+    Attributes:
+        reason: as the table of docs/torchrec.md says it.
+    """
+
+    reason: str
+
+
+Decision = Protected | Refused | Untried
 
 _INFERENCE = "it is for inference, and trains nothing"
 
@@ -111,6 +122,7 @@ KERNELS: dict[str, Decision] = {
     "quant": Refused(_INFERENCE),
     "quant_uvm": Refused(_INFERENCE),
     "quant_uvm_caching": Refused(_INFERENCE),
+    "unfused_tpu": Refused("it needs a TPU, and its optimizer is torch's"),
     "customized_kernel": Refused("ecemb can't know how it changes rows"),
 }
 """Values of TorchRec's `EmbeddingComputeKernel`."""
@@ -133,6 +145,9 @@ OPTIMIZERS: dict[str, Decision] = {
     "SGD": _DEPRECATED,
     "ROWWISE_ADAGRAD": _DEPRECATED,
     "EXACT_ROWWISE_WEIGHTED_ADAGRAD": _DEPRECATED,
+    "ROWWISE_RMSPROP_AR": Refused(
+        "how much it shrinks a row depends on the lookups since the row's last one, which ecemb hasn't tried"
+    ),
     "SHAMPOO": _DEPRECATED,
     "SHAMPOO_V2": _DEPRECATED,
     "MADGRAD": _DEPRECATED,
@@ -164,6 +179,41 @@ AROUND: dict[str, Decision] = {
 }
 """Classes below TorchRec's `KeyedOptimizer`, but for those of fused tables; nested as one likes."""
 
+_STREAMS = "its CUDA streams"
+_EVALUATES = Untried("it trains nothing: a lookup of it needs no step, unless lookups count")
+_CUDA = Untried("its stages are made for CUDA")
+_STASHED = Untried("it frees device memory of tables or optimizers while a batch trains, and needs CUDA")
+
+PIPELINES: dict[str, Decision] = {
+    "TrainPipelineBase": Protected(""),
+    "TrainPipelineSparseDist": Protected(""),
+    "TrainPipelineSparseDistLite": Protected(""),
+    "TrainPipelineFusedSparseDist": Protected("", _STREAMS),
+    "TrainPipelineSemiSync": Refused("it trains with lookups of an earlier step, which a failure loses"),
+    "TrainPipelinePEC": Refused("its modules are refused: lookups overlap the updates of the batch before"),
+    "EvalPipelineSparseDist": _EVALUATES,
+    "EvalPipelineFusedSparseDist": _EVALUATES,
+    "EvalPipelineCPUSparse": _EVALUATES,
+    "TrainEvalHybridPipelineBase": Untried("it is experimental"),
+    "TrainPipelinePT2": Untried("it compiles the model"),
+    "TrainPipelineSparseDistCompAutograd": Untried("it compiles the backward pass"),
+    "TrainPipelineSparseDistT": _CUDA,
+    "TrainPipelineSparseDistBwdOpt": _CUDA,
+    "TrainPipelineSparseDistOptStash": _STASHED,
+    "TrainPipelineSparseDistEmbStash": _STASHED,
+    "TrainPipelinePrefetchEMS": _STASHED,
+    "PrefetchTrainPipelineSparseDist": Untried("it prefetches into the cache of 'fused_uvm_caching' on CUDA"),
+    "StagedTrainPipeline": Untried("its stages are the script's"),
+}
+"""Classes below TorchRec's `TrainPipeline`. A guard sees the lookups of a pipeline, and not its class."""
+
+SINCE: dict[str, tuple[int, int]] = {
+    "unfused_tpu": (1, 9),
+    "ROWWISE_RMSPROP_AR": (1, 9),
+    "TrainPipelinePEC": (1, 9),
+}
+"""Members that TorchRec and FBGEMM don't have in each version that is tested -> the first that has them."""
+
 FAMILIES: dict[str, dict[str, Decision]] = {
     "model": MODELS,
     "sharded module": MODULES,
@@ -174,5 +224,6 @@ FAMILIES: dict[str, dict[str, Decision]] = {
     "optimizer of tables": OPTIMIZERS,
     "type of weights": WEIGHTS,
     "optimizer around others": AROUND,
+    "pipeline": PIPELINES,
 }
 """By their titles in docs/torchrec.md."""

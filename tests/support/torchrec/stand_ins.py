@@ -1,5 +1,6 @@
 """Stand-ins on CPUs for what TorchRec and FBGEMM run on CUDA devices only.
 
+- `streams_on_cpus`: the streams of pipelines.
 - `collection_on_cpus`: DMPCollection without its assertion that the device is CUDA, and with gloo's sums
   instead of NCCL's averages.
 - `hash_on_cpus`: FBGEMM's operator of MPZCH, by a loop over ids; and the clock by which it evicts.
@@ -22,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
@@ -48,6 +50,16 @@ def _without(method: Callable[..., None], words: str, instead: str) -> Callable[
     return made
 
 
+# --- pipelines ----------------------------------------------------------------------------------
+
+
+def streams_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets pipelines run on CPUs that are meant for CUDA: they record streams of tensors."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    monkeypatch.setattr(torch.cpu.Stream, "device", torch.device("cpu"), raising=False)
+
+
 # --- 2D parallelism -----------------------------------------------------------------------------
 
 
@@ -65,8 +77,8 @@ def collection_on_cpus(*given: Any, **options: Any) -> Any:
         model: Any = made(*given, **options)
     group = model._default_ctx.replica_pg
 
-    def average(tensors: list[Tensor]) -> None:
-        for tensor in tensors:
+    def average(*given: Any) -> None:  # the tensors; TorchRec 1.9 passes the group before them
+        for tensor in given[-1]:
             dist.all_reduce(tensor, group=group)
             tensor.div_(dist.get_world_size(group))
 

@@ -23,7 +23,7 @@ from support.torchrec.models import (
     build_managed,
     optimizer_of,
 )
-from support.torchrec.stand_ins import collection_on_cpus
+from support.torchrec.stand_ins import collection_on_cpus, streams_on_cpus
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -148,9 +148,7 @@ def test_features_may_have_batches_of_their_own_sizes() -> None:
 
 @pytest.fixture
 def _streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets pipelines run on the CPU that are meant for CUDA: they record streams of tensors."""
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    streams_on_cpus(monkeypatch)
 
 
 @pytest.mark.usefixtures("_streams")

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from support.torchrec import members
 from support.torchrec.models import (
     OPTIMIZERS,
     QUIET,
@@ -27,6 +28,7 @@ from support.torchrec.models import (
     optimizer_of,
     plans,
 )
+from support.torchrec.stand_ins import streams_on_cpus
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -540,9 +542,7 @@ def test_unwatched_tables_tell_nothing() -> None:
 
 @pytest.fixture
 def _streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets pipelines run on the CPU that are meant for CUDA: they record streams of tensors."""
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    streams_on_cpus(monkeypatch)
 
 
 PIPELINES: dict[str, Any] = {
@@ -581,6 +581,11 @@ def test_pipelines_capture_rows_in_the_step_that_changes_them(name: str) -> None
         assert watched.captured == watched.changed(before) != {}
     for one, two in zip(shards(model), shards(plain), strict=True):
         assert torch.equal(one, two)
+
+
+def test_each_protected_pipeline_was_tried() -> None:
+    protected = {name for name, one in members.PIPELINES.items() if isinstance(one, members.Protected)}
+    assert {kind.__name__ for kind, _ in PIPELINES.values()} == protected
 
 
 @pytest.mark.usefixtures("_streams")
