@@ -47,6 +47,7 @@ class Browser:
         self._number = 0
         self._session: str | None = None
         self._left = b""
+        self._loaded = False
         self.requested: list[str] = []
         self.failed: list[str] = []
 
@@ -93,9 +94,20 @@ class Browser:
 
     def open(self, path: Path) -> None:
         """Opens a file, and waits until it is loaded."""
+        self._loaded = False
         self._call("Page.navigate", url=path.resolve().as_uri())
-        here = f"document.readyState == 'complete' && location.pathname.endsWith({json.dumps(path.name)})"
-        self.until(lambda: self.value(here))
+        while not self._loaded:
+            self._next()
+
+    def resize(self, width: int, height: int) -> None:
+        """Gives the page's window another size, in pixels of CSS."""
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def value(self, script: str) -> Any:
         """What an expression in the page gives, as JSON has it.
@@ -138,15 +150,23 @@ class Browser:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
-            answer = self._read()
-            if answer.get("method") == "Network.requestWillBeSent":
-                self.requested.append(answer["params"]["request"]["url"])
-            if answer.get("method") == "Runtime.exceptionThrown":
-                self.failed.append(json.dumps(answer["params"]["exceptionDetails"]))
+            answer = self._next()
             if answer.get("id") == self._number:
                 if "error" in answer:
                     raise RuntimeError(f"{method}: {answer['error']}")
                 return answer["result"]
+
+    def _next(self) -> dict[str, Any]:
+        """What the browser says next; of events, what this object shows is noted."""
+        answer = self._read()
+        kind = answer.get("method")
+        if kind == "Page.loadEventFired":
+            self._loaded = True
+        elif kind == "Network.requestWillBeSent":
+            self.requested.append(answer["params"]["request"]["url"])
+        elif kind == "Runtime.exceptionThrown":
+            self.failed.append(json.dumps(answer["params"]["exceptionDetails"]))
+        return answer
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._left:
