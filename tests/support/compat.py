@@ -124,16 +124,15 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     folder = ROOT / "build" / "compat" / options.version
     python = install(options.version, folder)
-    found = dict(outcomes(python, folder, options.parts))
-    for part, by_outcome in found.items():
+    code = "import json; from bench.harness.result import versions; print(json.dumps(versions()))"
+    shown = subprocess.run([str(python), "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    found: dict[str, dict[str, int]] = {}
+    for part, by_outcome in outcomes(python, folder, options.parts):
         print(f"{part}: {', '.join(f'{number} {outcome}' for outcome, number in by_outcome.items())}")
-    if options.json:
-        code = "import json; from bench.harness.result import versions; print(json.dumps(versions()))"
-        shown = subprocess.run(
-            [str(python), "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
-        )
-        written = document("compat", Arguments(), list(rows(found))) | {"versions": json.loads(shown.stdout)}
-        write(options.json, written)
+        found[part] = by_outcome
+        if options.json:  # a run that ends early shows the parts that it has tried
+            result = document("compat", Arguments(), list(rows(found)))
+            write(options.json, result | {"versions": json.loads(shown.stdout)})
     return 1 if any(by_outcome["failed"] for by_outcome in found.values()) else 0
 
 
