@@ -793,7 +793,7 @@ def test_parameters_that_join_a_group_are_refused_when_they_are_saved(slots: Slo
         state.save(slots, 0)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:Warning")
 def test_a_scripted_part_is_kept(slots: Slots) -> None:
     model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
     state = ReplicatedState(model, [], [])

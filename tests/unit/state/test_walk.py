@@ -566,7 +566,7 @@ def test_what_no_module_holds_is_looked_for_each_time() -> None:
         assert not slots.refresh()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:Warning")
 def test_a_scripted_part_is_looked_at() -> None:
     model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)), nn.Linear(1, 1))
     groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
