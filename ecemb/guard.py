@@ -482,8 +482,10 @@ class Guard:
         self._drain()
         self._background.ensure_all()
         self._saver.drain()
-        replacement.leave()  # the other ranks may have closed the job before a replacement comes
         self._transport.barrier("closing the job")
+        # Not earlier: if a rank died that has not come here, all are replaced. Not later: the other ranks may
+        # have closed the job before a replacement comes.
+        replacement.leave()
         self._memory.finish()
         self._session.job_flags.set("finished", "1")
         try:

@@ -5,7 +5,10 @@ the results that are older than these paths now. Comments and docstrings don't c
 writes it, so that the pages, which say what is stale, are made from bench/results alone.
 
 A result is *refused* if it was never of its code: it is of a tree with changes, of a commit that isn't in the
-history, or its code was another one already when the result was committed.
+history, its code was another one already when the result was committed, or the modules that it was measured
+with are not those of its commit. It is also refused if it is not as it was written, by its seal; only results
+that were committed before there were seals have none. A result that starts from other results is as stale as
+they are.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import RESULTS, ROOT
+from bench.harness.result import seal
 
 STALE = "stale.txt"
 
@@ -101,7 +105,11 @@ def stale(results: Path = RESULTS) -> dict[str, str]:
             found[name] = "its commit is not in the history"
         elif changed := _changed(document["question"], commit):
             found[name] = f"changed since: {', '.join(changed)}"
-    return found
+    for name, document in _documents(results).items():
+        inputs = [Path(path).name for path in CODE[document["question"]] if path.endswith(".json")]
+        if name not in found and (old := [one for one in inputs if one in found]):
+            found[name] = f"starts from what is stale: {', '.join(old)}"
+    return dict(sorted(found.items()))
 
 
 def refused(results: Path = RESULTS) -> dict[str, str]:
@@ -119,6 +127,12 @@ def refused(results: Path = RESULTS) -> dict[str, str]:
             found[name] = "made with uncommitted changes"
         elif not _known(commit):
             found[name] = "its commit is not in the history"
+        elif "seal" not in document and not (committed and _is_before_seals(committed[0])):
+            found[name] = "without a seal: it was not written by bench.harness.result"
+        elif seal(document) != document.get("seal", seal(document)):
+            found[name] = "not as it was written: its seal does not fit its content"
+        elif others := _of_other_commits(document.get("sources", {}), commit):
+            found[name] = f"measured with other files than those of its commit: {', '.join(others)}"
         elif changed := _changed(document["question"], commit, *committed):
             found[name] = f"older than {', '.join(changed)} when it was committed"
     return found
@@ -164,6 +178,20 @@ def _committed(path: Path) -> tuple[str, ...]:
     if _git("status", "--porcelain", "--", str(path)):
         return ()
     return (_git("log", "-1", "--format=%H", "--", str(path)),)
+
+
+def _is_before_seals(commit: str) -> bool:
+    try:
+        return "def seal(" not in _git("show", f"{commit}:bench/harness/result.py")
+    except subprocess.CalledProcessError:
+        return False
+
+
+def _of_other_commits(sources: Mapping[str, str], commit: str) -> list[str]:
+    """Those of some files, path -> git's id, that are others in a commit."""
+    lines = _git("ls-tree", "-r", "--format=%(objectname) %(path)", commit).splitlines() if sources else []
+    there = {path: blob for blob, _, path in (line.partition(" ") for line in lines)}
+    return [path for path, blob in sources.items() if there.get(path) != blob]
 
 
 def _changed(question: str, commit: str, *until: str) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from bench import __main__ as command
+from bench.harness.result import sources, write
 from bench.report import provenance, tables
 
 
@@ -57,8 +57,8 @@ def test_what_is_refused_and_what_is_stale(tmp_path: Path, monkeypatch: pytest.M
         git(tmp_path, "commit", "-qm", content)
         return git(tmp_path, "rev-parse", "HEAD")
 
-    def result(name: str, of: str) -> None:
-        (results / name).write_text(json.dumps({"question": "weather", "commit": of}))
+    def result(name: str, of: str, **more: object) -> None:
+        write(results / name, {"question": "weather", "commit": of, **more})
 
     git(tmp_path, "init", "-q")
     first = commit("first")
@@ -70,6 +70,19 @@ def test_what_is_refused_and_what_is_stale(tmp_path: Path, monkeypatch: pytest.M
         "foreign.json": "its commit is not in the history",
     }
     assert provenance.stale(results) == {"foreign.json": "its commit is not in the history"}
+    result("edited.json", first, value=1.5)
+    edited = (results / "edited.json").read_text().replace("1.5", "1.25")
+    (results / "edited.json").write_text(edited)
+    blob = git(tmp_path, "rev-parse", "HEAD:code/one.py")
+    result("of-its-sources.json", first, sources={"code/one.py": blob})
+    result("of-others.json", first, sources={"code/one.py": blob[::-1], "code/two.py": blob})
+    unsealed = (results / "good.json").read_text().replace("seal", "label")
+    (results / "unsealed.json").write_text(unsealed)
+    found = provenance.refused(results)
+    assert found.pop("unsealed.json") == "without a seal: it was not written by bench.harness.result"
+    assert found.pop("edited.json") == "not as it was written: its seal does not fit its content"
+    assert found.pop("of-others.json").endswith("those of its commit: code/one.py, code/two.py")
+    assert found.keys() == {"dirty.json", "foreign.json"}
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "-qm", "results")
     commit('"""Says what first is."""\n\nfirst  # of all\n')
@@ -81,3 +94,31 @@ def test_what_is_refused_and_what_is_stale(tmp_path: Path, monkeypatch: pytest.M
     assert provenance.stale(results)["good.json"] == "changed since: code"
     (results / provenance.STALE).write_text(provenance.text(provenance.stale(results)))
     assert provenance.noted(results) == provenance.stale(results)
+
+
+def test_what_starts_from_a_stale_result_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "CODE", {"weather": ("one.py",), "sum": ("results/rain.json",)})
+    (tmp_path / "results").mkdir()
+    (tmp_path / "one.py").write_text("one")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "code")
+    write(
+        tmp_path / "results/rain.json", {"question": "weather", "commit": git(tmp_path, "rev-parse", "HEAD")}
+    )
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "an answer")
+    write(tmp_path / "results/all.json", {"question": "sum", "commit": git(tmp_path, "rev-parse", "HEAD")})
+    assert provenance.stale(tmp_path / "results") == {}
+    (tmp_path / "one.py").write_text("two")
+    assert provenance.stale(tmp_path / "results") == {
+        "all.json": "starts from what is stale: rain.json",
+        "rain.json": "changed since: one.py",
+    }
+
+
+def test_a_document_names_the_modules_that_it_was_measured_with() -> None:
+    blob = git(provenance.ROOT, "hash-object", provenance.__file__)
+    assert sources()["bench/report/provenance.py"] == blob
+    assert not any(path.startswith(".venv") for path in sources())

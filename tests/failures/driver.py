@@ -287,6 +287,7 @@ class Job:
         """What the run left behind."""
         boards = [*self._past, *self._look()]
         starts = 1 + max((board.get("start") for board in boards), default=-1)
+        met = starts - len(_unmet(boards, self.plan.setting.ranks))
         fallen = [b for b in boards if 0 <= b.get("event") < starts - 1]  # else it had ended already
         deaths = sorted(
             (
@@ -308,9 +309,9 @@ class Job:
         problem = self.problem
         if not problem and self.process.returncode:
             problem = f"torchrun ended with exit code {self.process.returncode}"
-        if not problem and starts != fatal + len(refused) + 1:
+        if not problem and met != fatal + len(refused) + 1:
             problem = (
-                f"{starts} starts, though {fatal} times somebody was killed, and {len(refused)} were refused"
+                f"{met} starts, though {fatal} times somebody was killed, and {len(refused)} were refused"
             )
         problem = "; ".join(filter(None, [problem, *found, *lost_steps(boards, self.plan.saves)]))
         results = (self.folder / "results").glob("*.json")
@@ -330,6 +331,23 @@ def _recovery_s(fallen: Board, boards: list[Board]) -> float | None:
     first = min((board.get("start") for board in later), default=-1)
     ends = [board.get("went_on_ns") for board in later if board.get("start") == first]
     return (max(ends) - fallen.get("fell_ns")) / 1e9 if ends else None
+
+
+def _unmet(boards: list[Board], ranks: int) -> set[int]:
+    """The starts in which workers waited for others that never came, and nothing else happened.
+
+    As torchrun restarts a job when a worker dies while others close it, which are not replaced.
+    """
+    by_start: dict[int, list[Board]] = {}
+    for board in boards:
+        by_start.setdefault(board.get("start"), []).append(board)
+    return {
+        start
+        for start, there in by_start.items()
+        if 0 <= start < max(by_start)
+        and len(there) < ranks
+        and all(board.get("rank") < 0 and board.get("event") < 0 for board in there)
+    }
 
 
 def lost_steps(boards: list[Board], back: int = 0) -> list[str]:
