@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BROWSER = found()
 WIDTHS = {"phone": 390, "laptop": 1366}
 """Pixels of CSS."""
-HEIGHT = 300
+HEIGHT = 100
 """What is below isn't painted."""
 REPOSITORY = "https://example.org/owner/ecemb"
 

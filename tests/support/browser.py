@@ -22,7 +22,7 @@ DEADLINE_S = 300.0
 _OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-extensions"),
-    *("--remote-debugging-pipe", "--window-size=1200,900"),
+    *("--remote-debugging-pipe", "--window-size=1200,900", "--force-prefers-reduced-motion"),
 )
 
 
