@@ -40,7 +40,10 @@ _FOLLOWER = (
     *("ecemb/checkpoint/index.py", "ecemb/checkpoint/dcp.py", "baselines/check_n_run"),
 )
 _CLICKS = "bench/workloads/click_training.py"
-_PLAN = ("ecemb/tools/cost.py", "ecemb/coding/placement.py", "ecemb/coding/code.py")
+_PLAN = (
+    *("ecemb/tools/cost.py", "ecemb/tools/job.py", "ecemb/tools/window_cost.py", "ecemb/step/interval.py"),
+    *("ecemb/coding/placement.py", "ecemb/coding/code.py"),
+)
 _COSTS = ("compare", "overhead", "recovery")
 """Answers that the simulation starts from."""
 

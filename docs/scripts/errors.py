@@ -68,6 +68,7 @@ ACTIVITIES = (LAUNCHING, PROTECTING, TRAINING, RESTARTING, SAVING, OPERATING, PL
 RULES: tuple[tuple[str, str, Activity], ...] = (
     ("", "ecemb/checkpoint/", SAVING),
     ("", "ecemb/tools/cost.py", PLANNING),
+    ("", "ecemb/tools/job.py", PLANNING),
     ("NotEnoughSpace", "", OPERATING),
     ("ArenaInsecure", "", OPERATING),
     ("ArenaError", "", OPERATING),

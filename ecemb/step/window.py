@@ -1,8 +1,5 @@
 """The number of steps in a transaction: a fixed number, or Young's optimum, bounded by room for journals.
 
-A commit costs C seconds. A failure takes back half a window of steps on average. With a mean time M between
-failures, both together cost least if a window lasts sqrt(2 C M) (Young 1974).
-
 Each rank sends the most steps that it wants, by its own measurements and by the room for its journals. The
 smallest number is the size of the next window on all ranks. The arenas keep the measurements of "auto", and
 half the size of a window that ran out of room, so a restart continues with them.
@@ -23,17 +20,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Literal
 
-from ..coding.placement import HOST_FAULTS_PER_DAY, HOST_SHARE
 from ..errors import ConfigurationError, UsageError
 from ..memory.header import Word
 from ..memory.rank_memory import RankMemory
 from ..net.collectives import Transport
+from .interval import best, published_mtbf
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
-MOST, LONGEST_S = 1000, 60.0
-"""A window by "auto" has at most this many steps, or lasts at most this long, whichever is more. Bounds the
-journal, which holds all rows that the steps change."""
 WARM_UP, MEASURED = 5, 20
 """Steps that "auto" skips first, and steps that it then measures; until then each step is a transaction."""
 COMMITS = 5
@@ -53,7 +47,7 @@ class Window:
         mtbf: Mean time between failures of the whole job, for "auto"; None for the published rate for this
             number of hosts (`published_mtbf`).
         max_replay: Most time of steps that a failure may take back, for "auto", as a timedelta or in seconds;
-            None for the bounds of `MOST` and `LONGEST_S` alone.
+            None for the bounds of `interval` alone.
 
     Attributes:
         asked: `steps`, `mtbf` and `max_replay`, for the comparison between ranks.
@@ -230,33 +224,6 @@ class Window:
             raise UsageError("a window is chosen after `take_up`")
         most_s = None if self._max_replay_s is None else self._max_replay_s / (2 if self._overlap else 1)
         return best(commit_s, step_s, self._mtbf.total_seconds(), most_s)
-
-
-def published_mtbf(hosts: int) -> timedelta:
-    """The published mean time between failures, of any kind, of a job on this number of hosts.
-
-    InfiniteHBD's trace (2025) has 4.2e-3 faults per GPU server and day, which agrees with Kokolis et al.
-    (HPCA 2025: 2.3e-3 to 6.5e-3 per node of 8 GPUs and day). DLRover's authors see three further failures
-    of processes per lost host. Together these give one failure per host in 60 days.
-
-    Args:
-        hosts: Number of hosts of the job.
-    """
-    return timedelta(days=HOST_SHARE / HOST_FAULTS_PER_DAY / hosts)
-
-
-def best(committing_s: float, step_s: float, mtbf_s: float, most_s: float | None = None) -> int:
-    """Young's interval in steps: at least one, at most `MOST` or as many as last `LONGEST_S`.
-
-    Args:
-        committing_s: Duration of a commit.
-        step_s: Duration of a step.
-        mtbf_s: Mean time between failures.
-        most_s: Longest time that the steps may take; None for no bound.
-    """
-    step_s = max(step_s, 1e-9)
-    steps = round(min(math.sqrt(2 * committing_s * mtbf_s), max(MOST * step_s, LONGEST_S)) / step_s)
-    return max(1, steps if most_s is None else min(steps, int(most_s / step_s)))
 
 
 def _differs(ratio: float) -> bool:

@@ -1,8 +1,8 @@
 """The cost of a code for a job, and the losses that it survives: the arithmetic of `ecemb plan`.
 
-Owns: the formulas for memory, bytes per step, overhead, recovery time and the chance of loss. They are pure
-first-order arithmetic over a `Job`, derived here unless marked otherwise; bench/ compares them with simulated
-events.
+Owns: the formulas for recovery time and the chance of loss. They are pure first-order arithmetic over a
+`Job`, derived here unless marked otherwise; bench/ compares them with simulated events, and simulates with
+them. The time and the memory of steps are those of `ecemb.tools.window_cost`.
 
 Owns as well the probability that lost hosts exceed the parity of a placement: the sets of hosts whose loss is
 not tolerated, and the hosts that a burst takes. Both follow from `Placement.positions`; tests compare them
@@ -28,115 +28,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..coding.code import Code
-from ..coding.placement import HOST_FAULTS_PER_DAY, HOST_SHARE, Placement, fitting_codes
-from ..errors import ConfigurationError, PlacementError
+from ..coding.placement import Placement, fitting_codes
+from ..errors import PlacementError
 from ..net.wording import counted
+from .job import Job
+from .window_cost import WindowCost, cost_of
 
 MONTH_H = 730.5
 """A twelfth of 365.25 days."""
-BURST_SHARE = 56 / 483
-"""The part of host failures in which several hosts fail within 10 minutes, in InfiniteHBD's trace."""
+FIRST_READ_BYTES_PER_S = 1.2e9
+"""First reads of an arena's pages by a new process, with one thread (measured: tmpfs, pages of 4 KiB,
+processor time; 0.7 GB/s on a busy machine)."""
+COPY_BYTES_PER_S = 8.1e9
+"""A plain copy by one thread to a buffer of 16 MiB (measured in the same run)."""
+_FROM_ARENA_S = 1 / FIRST_READ_BYTES_PER_S + 1 / COPY_BYTES_PER_S
+ALLOCATE_BYTES_PER_S = 4e9
+"""`posix_fallocate` of an arena on tmpfs (measured: processor time). Ranks of a host take turns."""
+REBUILD_BYTES_PER_S = 0.66e9
+"""Lost memory that a replacement rank gets back, by its one thread (docs/results/recovery.md: 0.5 to 0.66
+GB/s on two processors that four ranks keep busy; it was never measured where each rank has its own)."""
 BURST_SIZES = {2: 39 / 56, 3: 9 / 56, 4: 3 / 56, 5: 2 / 56, 6: 1 / 56, 9: 1 / 56, 14: 1 / 56}
 """Number of hosts that fail together -> share of such failures; from the same trace."""
-ROW_HEAD_BYTES = 8
-"""The bytes of a row's number in a delta."""
 CODES = (Code(2, 1), Code(3, 1), Code(4, 3), Code(8, 7), Code(6, 4), Code(10, 8), Code(8, 5))
 """The codes that are compared by default."""
 _SHOWN_CODES = 4
-MOST_RANKS = 1 << 20
-"""Most ranks of a job: the computation for more would take minutes."""
-SPARE = 1.25
-"""Journals and inbox grow by a quarter at a time (`Arena.reserve`)."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training job, and the machines that it runs on.
-
-    Attributes:
-        hosts: Number of machines.
-        ranks_per_host: Number of ranks on each host.
-        table_bytes: Bytes of all tables on all ranks, with optimizer state.
-        touched_rows: Rows of a rank's shard that a step changes.
-        row_bytes: Bytes of one row, with optimizer state; records are padded to words of 8 bytes.
-        step_s: Seconds of a step without protection.
-        network_bytes_per_s: Speed of a host's network, each way.
-        memory_bytes_per_s: Speed of a rank's memory while it gathers rows and updates parity (chosen).
-        latency_s: Seconds of a small message between two ranks (chosen).
-        restart_s: Seconds from a process's death until all processes train again, without data to move
-            (chosen).
-        replace_s: Seconds until another host replaces a lost one (chosen).
-        rebuild_over_network: Part of the network's speed that a rebuild reaches (docs/results/recovery.md).
-        mtbf_h: Hours between faults of any kind in the whole job; None for the published rates.
-        host_share: Part of those faults that lose a host's memory.
-        burst_share: Part of host faults that lose several hosts at once, in numbers from `BURST_SIZES`.
-        rack_hosts: Number of hosts in a rack; a burst takes its hosts from one rack, and those that one rack
-            doesn't have from the next (`RackBursts`). With 0, a burst takes any hosts.
-        dense_bytes: Bytes of replicated state: dense parameters and their optimizer's state.
-
-    Raises:
-        ConfigurationError: There are too many ranks.
-    """
-
-    hosts: int
-    ranks_per_host: int
-    table_bytes: float
-    touched_rows: float
-    row_bytes: float
-    step_s: float
-    network_bytes_per_s: float
-    memory_bytes_per_s: float = 5e9
-    latency_s: float = 5e-5
-    restart_s: float = 30.0
-    replace_s: float = 120.0
-    rebuild_over_network: float = 0.45
-    mtbf_h: float | None = None
-    host_share: float = HOST_SHARE
-    burst_share: float = BURST_SHARE
-    rack_hosts: int = 0
-    dense_bytes: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.ranks > MOST_RANKS:
-            raise ConfigurationError(
-                f"a job can have at most {MOST_RANKS:,} ranks, since the placement of each rank is computed; "
-                f"{self.hosts:,} hosts with {self.ranks_per_host:,} ranks on each are {self.ranks:,}"
-            )
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks on all hosts."""
-        return self.hosts * self.ranks_per_host
-
-    @property
-    def record_bytes(self) -> float:
-        """Bytes of one row as it is journaled and sent."""
-        return 8 * math.ceil(self.row_bytes / 8)
-
-    @property
-    def host_faults_per_h(self) -> float:
-        """Rate at which hosts lose their memory, one at a time or several."""
-        if self.mtbf_h is None:
-            return self.hosts * HOST_FAULTS_PER_DAY / 24
-        return self.host_share / self.mtbf_h
-
-    @property
-    def process_faults_per_h(self) -> float:
-        """Rate at which a process dies while its host stays up."""
-        if self.mtbf_h is None:
-            return self.host_faults_per_h * (1 - HOST_SHARE) / HOST_SHARE
-        return (1 - self.host_share) / self.mtbf_h
-
-    def host_of_ranks(self, *, racks_in_turn: bool = False) -> list[int]:
-        """Rank -> its host. Host h is in rack h // rack_hosts.
-
-        Args:
-            racks_in_turn: Consecutive hosts are in different racks, in turn; otherwise rack by rack.
-        """
-        hosts = list(range(self.hosts))
-        if racks_in_turn:
-            hosts.sort(key=lambda host: (host % self.rack_hosts, host // self.rack_hosts))
-        return [host for host in hosts for _ in range(self.ranks_per_host)]
 
 
 @dataclass(frozen=True)
@@ -150,13 +65,13 @@ class Estimate:
             `placed`.
         survives: Any this many failure domains may be lost at once, but 0 if they are ranks that share
             hosts: then any n - k ranks may be lost, but no host.
-        memory_bytes: Memory of a rank beyond its tables: parity, journals, inbox, replicated state.
+        window: The cost of the job's windows.
+        memory_bytes: Host memory of a rank beyond its tables, or beside those on a GPU: the sum over
+            `window.memory_bytes`.
         memory_over_tables: The same, divided by the bytes of the rank's tables.
-        step_bytes: Bytes of deltas that a rank sends in a step; messages have a sixteenth of room to spare.
-        overhead: Additional part of a step's time, without `window` and `overlap`.
         process_recovery_s: Seconds from the death of a process until training continues.
         host_recovery_s: Seconds from the death of a host until training continues.
-        time_lost: Part of all time that recoveries take.
+        time_lost: Part of all time that protection, recoveries and replays take; see `time_lost`.
         loss_per_month_alone: Probability that hosts lost one at a time exceed the code within a month.
         loss_per_month_bursts: The same for several hosts lost at once.
         loss_per_month: The same for both.
@@ -166,10 +81,9 @@ class Estimate:
     k: int
     spread: str
     survives: int
+    window: WindowCost
     memory_bytes: float
     memory_over_tables: float
-    step_bytes: float
-    overhead: float
     process_recovery_s: float
     host_recovery_s: float
     time_lost: float
@@ -203,24 +117,11 @@ def placed(job: Job, code: Code, spread: str) -> tuple[Placement, list[int]]:
     return placement, hosts
 
 
-def message_rounds(ranks: int) -> int:
-    """Messages of a step that wait for each other: status and vote, ceil(log2 N) each; sizes; deltas."""
-    return 2 * (ranks - 1).bit_length() + 2
-
-
 def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     """Computes the estimate of one code.
 
-    - memory: r/k of the tables for parity; journals and inbox hold a step's rows and their numbers 1 + r
-      times, and reserve up to `SPARE` times that; replicated state is in one slice per rank, and each rank
-      has two copies of r + 1 slices.
-    - bytes: each touched row goes to r keepers, with its number.
-    - overhead: those bytes over the rank's part of its host's network; memory traffic of 5 times the touched
-      rows and 3 times the bytes that keepers receive; and `message_rounds` messages, one after the other.
-      Nothing overlaps. The wait for slower ranks is not included; where ranks share cores, it is the largest
-      part (docs/performance.md).
-    - recovery: a restart; for a host also its replacement, and the transfer of its tables and parity, each
-      byte once (see `ecemb.recovery.relay`), at `rebuild_over_network` of the network's speed.
+    - time and memory of steps: `ecemb.tools.window_cost`.
+    - recovery: see `after_process` and `after_host`.
     - probability of loss: hosts are lost at the job's rate, one or several at once. A host that is lost
       before the rebuild ends adds to them, and the rebuild starts over (`Odds.episode`). In a month, 1 -
       exp(-losses). Several hosts lost during one rebuild count as one loss.
@@ -230,18 +131,8 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
     """
     placement, hosts = placed(job, code, spread)
     odds = Odds(placement, hosts, job.rack_hosts)
-    rank_bytes = job.table_bytes / job.ranks
-    touched = job.touched_rows * job.record_bytes
-    named = job.touched_rows * (job.record_bytes + ROW_HEAD_BYTES)
-    step_bytes = code.r * named
-    buffers = SPARE * (1 + code.r) * named
-    dense_bytes = 2 * job.dense_bytes * (code.r + 1) / job.ranks
-    memory_bytes = rank_bytes * code.r / code.k + buffers + dense_bytes
-    step_s = (
-        step_bytes * job.ranks_per_host / job.network_bytes_per_s
-        + (5 + 3 * code.r) * touched / job.memory_bytes_per_s
-        + message_rounds(job.ranks) * job.latency_s
-    )
+    window = cost_of(job, code)
+    memory_bytes = sum(window.memory_bytes.values())
     host_s = host_recovery_s(job, code)
     alone, bursts = losses_per_month(job, odds, host_s / 3600)
     return Estimate(
@@ -249,24 +140,65 @@ def estimate(job: Job, code: Code, spread: str = "host") -> Estimate:
         k=code.k,
         spread=spread,
         survives=code.r if spread != "rank" or placement.spread(hosts) else 0,
+        window=window,
         memory_bytes=memory_bytes,
-        memory_over_tables=memory_bytes / rank_bytes,
-        step_bytes=step_bytes,
-        overhead=step_s / job.step_s,
-        process_recovery_s=job.restart_s,
+        memory_over_tables=memory_bytes / (job.table_bytes / job.ranks),
+        process_recovery_s=sum(after_process(job, window).values()),
         host_recovery_s=host_s,
-        time_lost=(job.process_faults_per_h * job.restart_s + job.host_faults_per_h * host_s) / 3600,
+        time_lost=time_lost(job, code, window),
         loss_per_month_alone=-math.expm1(-alone),
         loss_per_month_bursts=-math.expm1(-bursts),
         loss_per_month=-math.expm1(-alone - bursts),
     )
 
 
+def time_lost(job: Job, code: Code, window: WindowCost) -> float:
+    """The part of all time that isn't training: what protection adds to steps, recoveries, and replays."""
+    again_s = window.replayed_steps * job.step_s * (1 + window.overhead)
+    faults = job.process_faults_per_h, job.host_faults_per_h
+    downs_s = sum(after_process(job, window).values()) + again_s, host_recovery_s(job, code) + again_s
+    down = sum(rate * down_s / 3600 for rate, down_s in zip(faults, downs_s, strict=True))
+    return 1 - max(0.0, 1 - down) / (1 + window.overhead)
+
+
+def after_process(job: Job, window: WindowCost) -> dict[str, float]:
+    """Part -> seconds, from a process's death until all ranks train again.
+
+    A restart; the undo of the open window, from journals that the new processes read for the first time; and
+    tables go back to GPUs whole, each rank's by one thread that reads its image for the first time. The steps
+    that run again are not in it.
+    """
+    parts = {"restart": job.restart_s, "undo": window.changed_bytes * _FROM_ARENA_S}
+    if job.device == "cuda":
+        parts["tables to the GPUs"] = job.rank_rows * job.record_bytes * _FROM_ARENA_S
+    return parts
+
+
+def after_host(job: Job, code: Code) -> dict[str, float]:
+    """Part -> seconds, until a lost host's memory is rebuilt on another host and all ranks train.
+
+    The replacement of the host, a restart, the allocation of its arenas, whose ranks take turns, and the
+    transfer of its tables and parity, each byte once (see `ecemb.recovery.relay`), at `rebuild_over_network`
+    of the network's speed or as fast as each rank's thread is. Tables go back to GPUs meanwhile, as in
+    `after_process`.
+    """
+    rank_bytes = job.table_bytes / job.ranks
+    lost_bytes = rank_bytes * (1 + code.r / code.k)
+    network_bytes_per_s = job.network_bytes_per_s * job.rebuild_over_network / job.ranks_per_host
+    rebuild_s = lost_bytes / min(network_bytes_per_s, REBUILD_BYTES_PER_S)
+    if job.device == "cuda":
+        rebuild_s = max(rebuild_s, rank_bytes * _FROM_ARENA_S)
+    return {
+        "another host": job.replace_s,
+        "restart": job.restart_s,
+        "allocation": lost_bytes * job.ranks_per_host / ALLOCATE_BYTES_PER_S,
+        "rebuild": rebuild_s,
+    }
+
+
 def host_recovery_s(job: Job, code: Code) -> float:
-    """Seconds until a lost host's memory is rebuilt on another host and all ranks train; see `estimate`."""
-    lost_bytes = job.table_bytes / job.hosts * (1 + code.r / code.k)
-    rebuild_s = lost_bytes / (job.network_bytes_per_s * job.rebuild_over_network)
-    return job.replace_s + job.restart_s + rebuild_s
+    """The sum of `after_host`."""
+    return sum(after_host(job, code).values())
 
 
 def losses_per_month(job: Job, odds: Odds, recovery_h: float) -> tuple[float, float]:

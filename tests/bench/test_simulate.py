@@ -249,9 +249,9 @@ def test_rebuilds_take_what_was_measured() -> None:
         return found
 
     lost_bytes = JOB.table_bytes / JOB.hosts * 4 / 3
-    fast, slow = (method(rebuild, "ecemb (4, 3)").host_h for rebuild in (0.5, 0.25))
-    assert 3600 * (slow - fast) == pytest.approx(2 * lost_bytes / JOB.network_bytes_per_s)
-    assert method(0.5, "snapshots x2") == method(0.25, "snapshots x2")
+    fast, slow = (method(rebuild, "ecemb (4, 3)").host_h for rebuild in (0.4, 0.2))
+    assert 3600 * (slow - fast) == pytest.approx(2.5 * lost_bytes / JOB.network_bytes_per_s)
+    assert method(0.4, "snapshots x2") == method(0.2, "snapshots x2")
 
 
 @pytest.mark.parametrize(

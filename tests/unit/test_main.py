@@ -179,7 +179,7 @@ rehearse
 rehearse --ranks few train.py
 plan
 plan --hosts 0
-plan --hosts 1 --table-gb 1 --touched-rows 1 --row-bytes 8 --step-ms 1 --code 4
+plan --hosts 1 --table-gb 1 --batch 1 --row-bytes 8 --step-ms 1 --code 4
 """
 
 
@@ -206,7 +206,7 @@ check train.py
 check --ranks-per-host 0 train.py
 rehearse DIR/train.py
 rehearse --steps 1 DIR
-plan --hosts 1 --ranks-per-host 1 --table-gb 1 --touched-rows 1 --row-bytes 8 --step-ms 1
+plan --hosts 1 --ranks-per-host 1 --table-gb 1 --batch 1 --row-bytes 8 --step-ms 1
 """
 WAYS_OUT = r"create it|`ecemb arenas ls`|--arena-dir|ranks-per-host|name the script|at least|not asked"
 
@@ -246,7 +246,7 @@ import sys
 from ecemb.__main__ import main
 for line in ("", "arenas ls --arena-dir {arena_dir}", "top --once --arena-dir {arena_dir}",
              "move --job x --arena-dir {arena_dir}", "check train.py", "rehearse train.py",
-             "plan --hosts 4 --table-gb 1 --touched-rows 1 --row-bytes 8 --step-ms 1"):
+             "plan --hosts 4 --table-gb 1 --batch 1 --row-bytes 8 --step-ms 1"):
     main(line.split())
     assert "torch" not in sys.modules, line
 """

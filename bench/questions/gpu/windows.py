@@ -57,7 +57,8 @@ from bench.workloads.training_rank import (
 from bench.workloads.training_rank import (
     run as train,
 )
-from ecemb.step.window import MEASURED, published_mtbf
+from ecemb.step.interval import published_mtbf
+from ecemb.step.window import MEASURED
 from ecemb.step.window import WARM_UP as SKIPPED
 
 HOSTS = 128

@@ -104,7 +104,7 @@ from bench.workloads.training_rank import (
 )
 from ecemb.coding.code import Code
 from ecemb.start.request import ParityBackend
-from ecemb.step.window import published_mtbf
+from ecemb.step.interval import published_mtbf
 
 CODES = (Code(4, 3), Code(4, 2))
 """Each is measured on n ranks."""

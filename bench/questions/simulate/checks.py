@@ -18,7 +18,8 @@ from bench.harness.result import Row, WrongResult, once
 from bench.questions.simulate.faults import Fault, drawn, episodes, sets_by_size
 from bench.questions.simulate.training import Method, Outcome, train
 from ecemb.coding.code import Code
-from ecemb.tools.cost import MONTH_H, Job, Odds, losses_per_month, placed
+from ecemb.tools.cost import MONTH_H, Odds, losses_per_month, placed
+from ecemb.tools.job import Job
 
 CLOSE = 0.02
 """How far simulation and formula may be apart."""
@@ -115,7 +116,9 @@ TROUBLE = Job(
     hosts=12,
     ranks_per_host=1,
     table_bytes=1e12,
-    touched_rows=1e4,
+    batch=1e4,
+    features=1,
+    skew=0.0,
     row_bytes=512,
     step_s=0.2,
     network_bytes_per_s=1e10,

@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.harness.result import BadFile
-from ecemb.tools.cost import BURST_SIZES, Job, RackBursts
+from ecemb.tools.cost import BURST_SIZES, RackBursts
+from ecemb.tools.job import Job
 
 INFINITEHBD_SERVERS = 400
 TOGETHER_H = 1 / 6

@@ -26,8 +26,10 @@ from bench.questions.simulate import step_cost
 from bench.questions.simulate.training import Method
 from ecemb.coding.code import Code
 from ecemb.errors import PlacementError
-from ecemb.step.window import best
-from ecemb.tools.cost import MONTH_H, Job, Odds, host_recovery_s, losses_per_month, placed
+from ecemb.step.interval import best
+from ecemb.tools.cost import MONTH_H, Odds, host_recovery_s, losses_per_month, placed
+from ecemb.tools.job import Job
+from ecemb.tools.window_cost import DENSE_S_PER_GB
 
 LONGEST_H = 24.0
 """Between durable saves under a method that survives in memory (chosen)."""
@@ -192,12 +194,11 @@ def added(job: Job, cost: Mapping[str, Cost], family: str, parity: int, way: str
     step, commit, row, row_and_parity = (cost[f"{family}: {name}"] for name in step_cost.TERMS)
     rounds = max(1.0, math.log2(job.ranks) / math.log2(MEASURED_RANKS))
     times = 1 + (rounds - 1) * cost["commit by ranks"].value
-    dense_s = 2 * job.dense_bytes / job.memory_bytes_per_s
-    rows = job.touched_rows * job.record_bytes / MEASURED_RECORD_BYTES
+    dense_s = 2 * DENSE_S_PER_GB * job.dense_bytes / 1e9
+    rows = job.changed_rows() * job.record_bytes / MEASURED_RECORD_BYTES
     commit_s = times * commit.value + dense_s
     rows_s = rows * (row.value + parity * row_and_parity.value)
-    mtbf_s = 3600 / (job.host_faults_per_h + job.process_faults_per_h)
-    window = {"window 16": 16, "window auto": best(commit_s + rows_s, job.step_s, mtbf_s)}.get(way, 1)
+    window = {"window 16": 16, "window auto": best(commit_s + rows_s, job.step_s, job.mtbf_s)}.get(way, 1)
     rows *= window ** cost["rows by window"].value
     weights = ((step, 1.0), (commit, times / window), (row, rows), (row_and_parity, parity * rows))
     return dense_s / window + together(weights), window
@@ -224,7 +225,7 @@ def rows_of(all_costs: Mapping[str, Cost], job: Job) -> list[Row]:
         ("faults that take a host", job.host_share, "of all", "published: DLRover"),
         ("of those, several at once", job.burst_share, "of all", "derived from InfiniteHBD's trace"),
         ("step", job.step_s, "s", "chosen"),
-        ("touched rows", job.touched_rows, "rows of a rank in a step", "chosen"),
+        ("touched rows", job.changed_rows(), "rows of a rank in a step", "chosen"),
     )
     named = {**all_costs, **{name: Cost(value, unit, source) for name, value, unit, source in own}}
     return [one.row(name) for name, one in named.items()]
@@ -257,7 +258,7 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
     network_h = host_bytes / job.network_bytes_per_s / 3600
     idle_network_h = network_h / cost["idle network"]
     restart_h, replace_h = job.restart_s / 3600, job.replace_s / 3600
-    mtbf_h = 1 / (job.host_faults_per_h + job.process_faults_per_h)
+    mtbf_h = job.mtbf_s / 3600
 
     def stored(
         name: str,
@@ -345,7 +346,15 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
 @cache
 def _odds(hosts: int, ranks_per_host: int, rack_hosts: int, code: Code, spread: str) -> Odds | None:
     """Of a job's placement, which depends on no more of it; None where the code doesn't fit."""
-    job = Job(hosts, ranks_per_host, 1.0, 0.0, 1.0, 1.0, 1.0, rack_hosts=rack_hosts)
+    job = Job(
+        hosts=hosts,
+        ranks_per_host=ranks_per_host,
+        table_bytes=1.0,
+        row_bytes=1.0,
+        step_s=1.0,
+        batch=1.0,
+        rack_hosts=rack_hosts,
+    )
     try:
         placement, host_of = placed(job, code, spread)
     except PlacementError:

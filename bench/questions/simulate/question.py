@@ -80,7 +80,8 @@ from bench.questions.simulate.step_cost import TERMS
 from bench.questions.simulate.training import Method, Outcome, train
 from ecemb.coding.code import Code
 from ecemb.errors import PlacementError
-from ecemb.tools.cost import MONTH_H, Job, Odds, estimate, host_recovery_s, placed
+from ecemb.tools.cost import MONTH_H, Odds, estimate, host_recovery_s, placed
+from ecemb.tools.job import Job
 
 CODES = (Code(2, 1), Code(4, 3), Code(8, 7), Code(3, 1), Code(6, 4), Code(10, 8))
 SIZES, QUICK_SIZES = (16, 64, 256, 1024, 4096), (16, 64)
@@ -119,7 +120,7 @@ TURNED: dict[str, tuple[str, ...]] = {
 ON_JOB = {
     "network": "network_bytes_per_s",
     "restart": "restart_s",
-    "touched rows": "touched_rows",
+    "touched rows": "batch",
     "length of a step": "step_s",
 }
 """Inputs of the job -> its attribute."""
@@ -133,7 +134,9 @@ JOB = Job(
     hosts=MAP_HOSTS,
     ranks_per_host=8,
     table_bytes=MAP_HOSTS * 64e9,
-    touched_rows=1e4,
+    batch=1e4,
+    features=1,
+    skew=0.0,
     row_bytes=516,
     step_s=0.25,
     network_bytes_per_s=12.5e9,

@@ -20,7 +20,8 @@ from ecemb.memory.rank_memory import RankMemory
 from ecemb.memory.scan import arenas
 from ecemb.net.collectives import Transport
 from ecemb.step import window
-from ecemb.step.window import MOST, Window, best
+from ecemb.step.interval import MOST, best, published_mtbf
+from ecemb.step.window import Window
 from support.guarded_training import TIMEOUT_S, bags, headers, initialise
 from support.processes import RankFailed, launch
 from support.refusals import refused
@@ -139,7 +140,7 @@ def test_a_restart_goes_on_with_the_window_that_was_chosen(tmp_path: Path) -> No
         if one.header is not None and one.header.constants.rank != 2
     ]
     assert len(measured) == 3
-    mtbf_s = window.published_mtbf(1).total_seconds()
+    mtbf_s = published_mtbf(1).total_seconds()
     expected = min(best(commit_s, step_s, mtbf_s) for commit_s, step_s in measured)
     for one in arenas(tmp_path):
         if one.header is not None and one.header.constants.rank == 2:
@@ -150,8 +151,8 @@ def test_a_restart_goes_on_with_the_window_that_was_chosen(tmp_path: Path) -> No
 
 
 def test_without_a_time_between_failures_it_is_as_published_of_so_many_hosts() -> None:
-    assert window.published_mtbf(1).days == 59
-    ratio = window.published_mtbf(1) / window.published_mtbf(256)
+    assert published_mtbf(1).days == 59
+    ratio = published_mtbf(1) / published_mtbf(256)
     assert ratio == pytest.approx(256)
     assert Window("auto").asked == ["auto", "None", "None"]
 

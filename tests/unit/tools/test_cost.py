@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -16,34 +16,51 @@ from ecemb.__main__ import main
 from ecemb.coding.code import Code
 from ecemb.coding.placement import HOST_FAULTS_PER_DAY
 from ecemb.errors import ConfigurationError, PlacementError
-from ecemb.tools.cost import BURST_SIZES, MONTH_H, Job, compare, estimate, placed
-from ecemb.tools.plan import text
+from ecemb.tools.cost import BURST_SIZES, MONTH_H, after_host, after_process, compare, estimate, placed
+from ecemb.tools.job import Job
+from ecemb.tools.plan import page, text
+from ecemb.tools.window_cost import cost_of
 
 JOB = Job(
     hosts=8,
     ranks_per_host=4,
     table_bytes=3.2e12,
-    touched_rows=10_000,
     row_bytes=512,
     step_s=0.2,
+    batch=10_000,
+    features=1,
+    skew=0.0,
+    window=1,
+    overlap=False,
     network_bytes_per_s=1e10,
     mtbf_h=10,
     burst_share=0,
 )
 
 
-def test_costs_by_hand() -> None:
+def test_times_of_recovery_by_hand() -> None:
     one = estimate(JOB, Code(4, 3))
-    assert one.step_bytes == 10_000 * 520
-    assert one.memory_bytes == pytest.approx(1e11 / 3 + 1.25 * 10_000 * 2 * 520)
-    dense = estimate(replace(JOB, dense_bytes=1e9), Code(4, 3))
-    assert dense.memory_bytes - one.memory_bytes == pytest.approx(2e9 * 2 / JOB.ranks)
-    assert estimate(replace(JOB, row_bytes=505), Code(4, 3)).step_bytes == one.step_bytes
-    sent_s, memory_s = 4 * one.step_bytes / 1e10, 8 * 10_000 * 512 / 5e9
-    assert one.overhead == pytest.approx((sent_s + memory_s + 6e-4) / 0.2)
-    assert one.host_recovery_s == pytest.approx(150 + 4e11 * (4 / 3) / 4.5e9)
-    assert one.time_lost == pytest.approx((0.75 * 30 + 0.25 * one.host_recovery_s) / 36_000)
-    assert estimate(JOB, Code(4, 2)).step_bytes == 2 * one.step_bytes
+    assert after_host(JOB, Code(4, 3)) == pytest.approx(
+        {
+            "another host": 120,
+            "restart": 30,
+            "allocation": 4e11 * (4 / 3) / 4e9,
+            "rebuild": 4e11 * (4 / 3) / 2.64e9,
+        }
+    )
+    assert after_host(replace(JOB, network_bytes_per_s=1e9), Code(4, 3))["rebuild"] == pytest.approx(
+        4e11 * (4 / 3) / 0.45e9
+    )
+    assert one.host_recovery_s == sum(after_host(JOB, Code(4, 3)).values())
+    put_back_s = 1e11 * (1 / 1.2e9 + 1 / 8.1e9)
+    there = replace(JOB, device="cuda")
+    parts = after_process(there, cost_of(there, Code(4, 3)))
+    assert parts["tables to the GPUs"] == pytest.approx(put_back_s)
+    assert parts["undo"] == pytest.approx(put_back_s * 10_000 * 512 / 1e11, rel=1e-3)
+    fast = replace(there, network_bytes_per_s=1e15)
+    assert after_host(fast, Code(4, 3))["rebuild"] == pytest.approx(1e11 * (4 / 3) / 0.66e9)
+    down = (0.75 * one.process_recovery_s + 0.25 * one.host_recovery_s) / 36_000
+    assert one.time_lost == pytest.approx(1 - (1 - down) / (1 + one.window.overhead))
 
 
 def test_the_chance_of_loss_by_hand() -> None:
@@ -105,9 +122,19 @@ def test_whatever_a_job_is_its_estimates_are_numbers(data: st.DataObject) -> Non
         hosts=data.draw(st.integers(1, 40)),
         ranks_per_host=data.draw(st.integers(1, 4)),
         table_bytes=data.draw(size),
-        touched_rows=data.draw(st.floats(0, 1e18)),
         row_bytes=data.draw(size),
         step_s=data.draw(size),
+        batch=data.draw(size),
+        features=data.draw(st.integers(1, 10**18)),
+        ids=data.draw(size),
+        skew=data.draw(st.floats(0, 1e18)),
+        dense_bytes=data.draw(st.floats(0, 1e18)),
+        device=data.draw(st.sampled_from(["cpu", "cuda"])),
+        window=data.draw(st.one_of(st.just("auto"), st.integers(1, 10**18))),
+        overlap=data.draw(st.booleans()),
+        cores=data.draw(st.integers(1, 10**18)),
+        host_memory_bytes=data.draw(size),
+        device_memory_bytes=data.draw(size),
         network_bytes_per_s=data.draw(size),
         restart_s=data.draw(st.floats(0, 1e18)),
         mtbf_h=data.draw(st.one_of(st.none(), size)),
@@ -120,66 +147,47 @@ def test_whatever_a_job_is_its_estimates_are_numbers(data: st.DataObject) -> Non
     except PlacementError:
         return
     for one in estimates:
-        numbers = [value for value in asdict(one).values() if isinstance(value, float)]
+        numbers = list(_numbers(asdict(one)))
         assert all(math.isfinite(value) and value >= 0 for value in numbers), one
         assert one.loss_per_month_alone <= one.loss_per_month <= 1
-    assert text(job, estimates)
+    assert text(job, estimates) and page(job, estimates[0])
 
 
-RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
+def _numbers(parts: Mapping[str, Any]) -> Iterator[float]:
+    for value in parts.values():
+        if isinstance(value, dict):
+            yield from _numbers(cast(dict[str, Any], value))
+        elif isinstance(value, float):
+            yield value
 
 
-def measured(question: str, metric: str, **labels: object) -> list[dict[str, Any]]:
-    rows = json.loads((RESULTS / f"{question}.json").read_text(encoding="utf-8"))["rows"]
-    return [row for row in rows if row["metric"] == metric and labels.items() <= row.items()]
-
-
-@pytest.mark.parametrize("code", [Code(4, 3), Code(6, 4), Code(10, 8)])
-def test_memory_is_what_a_small_job_measures(code: Code) -> None:
-    job = replace(JOB, hosts=code.n, ranks_per_host=1, touched_rows=0)
-    (parity,) = measured("memory", "arena_part_over_tables", code=f"({code.n}, {code.k})", part="parity")
-    assert estimate(job, code).memory_over_tables == pytest.approx(parity["value"], rel=0.01)
-
-
-@pytest.mark.parametrize("batch", [2048, 8192])
-@pytest.mark.parametrize("table_bytes", [16 << 20, 128 << 20])
-def test_room_for_a_step_is_what_a_small_job_measures(table_bytes: int, batch: int) -> None:
-    """What grows does so in quarters: as much as is reckoned at the most, and that less a fifth."""
-    (touched,) = measured("memory", "step_touched_bytes", batch=batch, table_bytes=table_bytes)
-    buffers = measured("memory", "step_buffers_over_touched", batch=batch, table_bytes=table_bytes)
-    assert len(buffers) == 3
-    job = replace(JOB, hosts=4, ranks_per_host=1, table_bytes=4e-9, touched_rows=touched["value"] / 512)
-    reckoned = estimate(job, Code(4, 3)).memory_bytes / touched["value"]
-    assert 0.8 < sum(row["value"] for row in buffers) / reckoned < 1.05
-
-
-@pytest.mark.parametrize("code", [Code(4, 3), Code(4, 2)])
-def test_bytes_of_a_step_are_what_a_small_job_measures(code: Code) -> None:
-    """Of TorchRec's tables with row-wise Adagrad: 64 floats and one, beside heads and a rank's own state."""
-    labels = {"engine": "torchrec", "code": f"({code.n}, {code.k})", "window": 1, "overlap": "none"}
-    for sent in measured("overhead", "bytes_sent_per_step", method="protected", **labels):
-        if not sent["setting"].startswith("dlrm"):
-            continue
-        same = {"method": "protected", "setting": sent["setting"], **labels}
-        (touched,) = measured("overhead", "touched_rows_per_step", **same)
-        job = replace(JOB, touched_rows=touched["value"], row_bytes=260)
-        assert 1 < sent["value"] / estimate(job, code).step_bytes < 1.08
-        return
-    pytest.fail("overhead.json has no such row")
-
-
-WORDS = ["--hosts", "8", "--ranks-per-host", "4", "--table-gb", "3200", "--touched-rows", "1e4"]
-WORDS += ["--row-bytes", "512", "--step-ms", "200"]
+WORDS = ["--hosts", "8", "--ranks-per-host", "4", "--table-gb", "3200", "--batch", "1e4", "--features", "1"]
+WORDS += ["--skew", "0", "--row-bytes", "512", "--step-ms", "200", "--window", "1", "--no-overlap"]
 
 
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *WORDS, "--code", "4,3", "--code", "10,8"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("8 hosts x 4 ranks, 3.2 TB of tables")
-    assert lines[3].split()[:2] == ["code", "survives"]
-    assert lines[4].startswith("(4, 3)  any 1 host")
-    assert lines[6] == "do not fit: (10, 8) over hosts"
-    assert "codes that fit here: (8, 6), (8, 7)" in lines[7]
+    assert lines[1].startswith("a step of 200 ms changes 10,000 rows of 512 B of a rank, 5.12 MB")
+    assert lines[4].split()[:2] == ["code", "survives"]
+    assert lines[5].startswith("(4, 3)  any 1 host")
+    assert lines[7] == "do not fit: (10, 8) over hosts"
+    assert "codes that fit here: (8, 6), (8, 7)" in lines[8]
+
+
+def test_the_command_shows_where_the_time_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--device", "cuda", "--device-memory-gb", "0.05", "--overlap", "--code", "4,3"]
+    asked += ["--window", "20 s"]
+    assert main(["plan", *WORDS, *asked]) == 0
+    shown = capsys.readouterr().out
+    assert "window of 100 steps, as given: 20 s, in which 511 MB of a rank's 100 GB change" in shown
+    assert "training waits: rows that are stored at once 2.9%, a commit that is late 1.0%" in shown
+    assert "a failure takes back 1.5 windows: 150 steps" in shown
+    assert "process: 126 s (restart 30 s, undo 0.49 s, tables to the GPUs 96 s)" in shown
+    assert 'window="auto", overlap=False' in shown and "window=1, overlap=True" in shown
+    assert main(["plan", *WORDS, "--host-memory-gb", "1", "--code", "4,3"]) == 0
+    assert "no window has room in the hosts' memory: longer stripes" in capsys.readouterr().out
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +195,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     shown = json.loads(capsys.readouterr().out)
     assert shown["job"]["network_bytes_per_s"] == 1e10
     job = replace(JOB, burst_share=shown["job"]["burst_share"])
-    assert shown["estimates"][2] == estimate(job, Code(4, 3)).__dict__
+    assert shown["estimates"][2] == asdict(estimate(job, Code(4, 3)))
     assert list(shown["refused"]) == ["(10, 8) over hosts"]
 
 
@@ -197,6 +205,22 @@ def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", *WORDS, "--code", "3,3"])
     assert "a code is N,K with 1 <= K < N <= 256, for example 4,3; got '3,3'" in capsys.readouterr().err
+    assert main(["plan", *WORDS, "--device-memory-gb", "80"]) == 1
+    assert "--device-memory-gb goes with --device cuda; the device is cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("window", ["0", "1.5", "soon", "0 s", "-1", "1e3", ""])
+def test_a_window_that_is_none(window: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *WORDS, f"--window={window}"])
+    said = f"a window is auto, a whole number of steps from 1 on, or a time such as '30 s'; got {window!r}"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("window", "steps"), [("7", 7), ("2 s", 10), ("0.7s", 3), ("0.01 s", 1)])
+def test_a_window_in_steps_or_in_seconds(window: str, steps: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *WORDS, "--window", window, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["window"] == steps
 
 
 @pytest.mark.parametrize(
@@ -207,7 +231,7 @@ def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
         ("--table-gb", "-3", r"a number above 0, at most 1e+09"),
         ("--table-gb", "1e300", r"a number above 0, at most 1e+09"),
         ("--step-ms", "fast", r"a number above 0, at most 1e+21"),
-        ("--touched-rows", "nan", r"a number from 0 to 1e+18"),
+        ("--skew", "nan", r"a number from 0 to 1e+18"),
         ("--mtbf-hours", "0", r"a number above 0, at most 1e+18"),
         ("--row-bytes", "inf", r"a number above 0, at most 1e+18"),
         ("--ranks-per-host", f"1{'0' * 400}", r"a whole number from 1 to 1e+18"),
@@ -226,9 +250,9 @@ def test_the_command_plans_for_one_host(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["plan", *WORDS, "--hosts", "1", "--code", "4,3", "--code", "8,7"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("1 host x 4 ranks")
-    assert "the host is lost, with all rows and parity" in lines[1]
-    assert lines[4].startswith("(4, 3)  any 1 rank, no host") and "  lost  " in lines[4]
-    assert lines[6] == "do not fit: (8, 7) over ranks"
+    assert "the host is lost, with all rows and parity" in lines[2]
+    assert lines[5].startswith("(4, 3)  any 1 rank, no host") and "  lost  " in lines[5]
+    assert lines[7] == "do not fit: (8, 7) over ranks"
     (one,), _ = compare(replace(JOB, hosts=1), [Code(4, 3)])
     lost_in_a_month = -math.expm1(-JOB.host_share / 10 * MONTH_H)
     assert (one.spread, one.survives) == ("rank", 0)
