@@ -1,20 +1,20 @@
 """What a window of steps costs a job: the time that training waits, processor time, memory, and replays.
 
 Owns: the rates of today's code, each with its source, so that faster code changes these and no formula; and
-`cost_of`, the sum over a window's phases as `ecemb.step.transaction` runs them. All of a window's rows go
-through one thread of each rank, since torchrun gives each rank one (OMP_NUM_THREADS=1).
+`cost_of`, the sum over a window's phases as `ecemb.step.transaction` runs them.
 
 - *In the training thread.* For tables in host memory, each step captures the rows that it is the window's
   first to change. For tables on a GPU a step marks rows there, and the window's end stages them. Then the
   ranks agree.
 - *Beside training*, with `overlap`, else in the training thread as well: staged rows are stored in the
-  images, deltas laid out and sent, parity changed. That thread rests after each part, so that it takes
-  `SHARE` of a processor, until the next window ends. From then on training waits for the rest.
+  images, deltas laid out and sent, parity changed, by one thread of each rank. A team of threads helps it
+  with deltas alone. While less than half of the host's processors run, it does not rest. Else it rests after
+  each part, so that it takes `SHARE` of a processor, until the next window ends. Then training waits for it.
 - *Replays.* A failure takes back half a window on average, and with `overlap` as well the window before,
   until that one is prepared on all ranks.
 
-"auto" is what `ecemb.step.window` does: Young's interval for a commit as it is measured at window 1, at most
-`MOST` steps, and as many as have room.
+"auto" is what `ecemb.step.window` does: Young's interval for a commit as it is measured at window 1, within
+its bounds, and as many steps as have room.
 
 Must not know: placement, the chance of loss, options of the command.
 """
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..coding.code import Code
-from ..step.interval import MOST, best
+from ..step.interval import best
 from .job import Job
 
 CAPTURE_S_PER_GB = 1.1
@@ -39,8 +39,11 @@ EXCHANGE_S_PER_GB = 0.5
 APPLY_S_PER_GB = 0.5
 """The same for `apply`, for each of r parity blocks (0.4 in overhead.json)."""
 SHARE, AT_ONCE_S = 0.04, 0.005
-"""Share of a processor that a commit takes beside training, and what it takes before its first rest: as in
-`ecemb.step.transaction.CommitThrottle`."""
+"""Share of a processor that a commit takes beside training that keeps processors busy, and what it takes
+before its first rest: as in `ecemb.step.transaction.CommitThrottle`."""
+MOST_THREADS = 8
+"""Most threads of a rank's kernels, as in `ecemb.kernels.threads.share_of_processors`. They share the work of
+`delta`; to scatter records, to look rows up and to change parity takes one thread (`ecemb.kernels.cpu`)."""
 STEP_S = 0.4e-3
 """Processor time of a step's begin and end: `other` and `watch` of overhead.json."""
 COMMIT_S = 0.8e-3
@@ -111,7 +114,7 @@ class WindowCost:
 
 
 THREAD = "the commit thread, one of each rank"
-RESTS = f"the commit thread's {SHARE:.0%} beside training"
+RESTS = f"the commit thread's {SHARE:.0%} beside busy processors"
 CORES = "processors"
 NETWORK = "network"
 FLOW = "a connection to a peer"
@@ -122,7 +125,7 @@ BUS = "the bus to the GPU"
 
 WAYS_OUT = {
     THREAD: "longer windows change fewer rows in all; a smaller r",
-    RESTS: "longer windows, as long as they have room; a smaller r",
+    RESTS: "more cores; longer windows, as long as they have room",
     CORES: "longer windows; fewer ranks on a host",
     NETWORK: "longer windows; a smaller r",
     FLOW: "longer windows; a larger n, which has more peers",
@@ -190,15 +193,21 @@ def cost_of(job: Job, code: Code, steps: int | None = None) -> WindowCost:
             store_s = 0.0
     else:
         waits["rows that are captured"] = work["capture"]
-    all_s, thread_s, undecided_s = beside + exchange_s, 0.0, 0.0
+    delta_s = work["delta"] / threads_of(job)
+    all_s, thread_s, undecided_s = beside - work["delta"] + delta_s + exchange_s, 0.0, 0.0
     if job.overlap:
         thread_s = beside + work["exchange"]
-        rests_s = _with_rests(thread_s) + exchange_s - work["exchange"]
-        undecided_s = min(window_s, rests_s - _with_rests(work["apply"]))
-        if rests_s > window_s:
-            waits["a commit that is late"] = late_s(store_s, all_s - store_s, window_s)
+        used = {THREAD: all_s / window_s}
+        done_s, apply_s = all_s, work["apply"]
+        if rests(job):
+            waited_s = exchange_s - work["exchange"]
+            done_s, apply_s = _with_rests(all_s - waited_s) + waited_s, _with_rests(apply_s)
+            used[RESTS] = done_s / window_s
+        undecided_s = min(window_s, done_s - apply_s)
+        if done_s > window_s:
+            late = late_s(store_s, all_s - store_s, window_s) if rests(job) else all_s - window_s
+            waits["a commit that is late"] = late
             undecided_s = window_s
-        used = {THREAD: all_s / window_s, RESTS: rests_s / window_s}
     else:
         waits["the commit"] = all_s
         used = {THREAD: sum(waits.values()) / window_s}
@@ -239,6 +248,19 @@ def cost_of(job: Job, code: Code, steps: int | None = None) -> WindowCost:
         device_bytes=device,
         used=dict(sorted(used.items(), key=lambda item: -item[1])),
     )
+
+
+def threads_of(job: Job) -> int:
+    """Threads of a rank's kernels."""
+    return max(1, min(MOST_THREADS, job.cores // job.ranks_per_host))
+
+
+def rests(job: Job) -> bool:
+    """Whether a commit beside training finds half of the host's processors in use, or more.
+
+    Training keeps all of them busy, or with tables on GPUs one of each rank. Each rank's commit takes one.
+    """
+    return job.device == "cpu" or 2 * (2 * job.ranks_per_host - 1) >= job.cores
 
 
 def late_s(store_s: float, parts_s: float, window_s: float) -> float:
@@ -287,24 +309,25 @@ def memory_of(job: Job, code: Code, rows: float) -> dict[str, float]:
 def auto_steps(job: Job, code: Code) -> int:
     """The steps of a window that "auto" chooses; see `ecemb.step.window.Window`.
 
-    It measures steps that commit one by one: of a commit the training thread's time, and of the commit thread
-    the processor time until deltas are laid out. It chooses again where steps become faster by half, as they
-    do when no commit is late any more.
+    It measures steps that commit one by one: of a commit the training thread's time, and the processor time
+    of the commit thread. It chooses again where steps become faster by half, as they do when no commit is
+    late any more.
     """
     first = cost_of(job, code, 1)
     commit_s = first.waits_s["agreement and dense state"]
     for name in ("rows that are staged", "rows that are stored at once", "the commit"):
         commit_s += first.waits_s.get(name, 0.0)
     if job.overlap:
-        is_stored = "rows that are stored at once" in first.waits_s
-        commit_s += first.work_s["delta"] + (0.0 if is_stored else first.work_s.get("store", 0.0))
+        commit_s += first.work_s["delta"] / threads_of(job) + first.work_s["exchange"] + first.work_s["apply"]
+        if "rows that are stored at once" not in first.waits_s:
+            commit_s += first.work_s.get("store", 0.0)
     step_s = job.step_s * (1 + first.overhead)
     if job.step_s < step_s / 2:
         step_s = job.step_s
     return roomy_steps(job, code, best(commit_s, step_s, job.mtbf_s))
 
 
-def roomy_steps(job: Job, code: Code, most: int = MOST) -> int:
+def roomy_steps(job: Job, code: Code, most: int) -> int:
     """The most steps of a window, up to `most`, that a host has memory for; 1 if it has none even so."""
 
     def is_too_long(steps: int) -> bool:

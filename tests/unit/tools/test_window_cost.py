@@ -14,9 +14,10 @@ import pytest
 
 from ecemb.coding.code import Code
 from ecemb.engines import device_image
+from ecemb.kernels import threads
 from ecemb.memory.rank_memory import journal_bytes
 from ecemb.step import transaction
-from ecemb.step.interval import MOST, published_mtbf
+from ecemb.step.interval import LONGEST_S, MOST, published_mtbf
 from ecemb.tools import window_cost
 from ecemb.tools.job import Job, distinct
 from ecemb.tools.window_cost import auto_steps, cost_of, memory_of, roomy_steps
@@ -56,6 +57,7 @@ def test_more_steps_change_more_rows_and_fewer_for_each_step() -> None:
 def test_the_code_has_these_limits() -> None:
     """Those that are public there; the part of a device's memory is tested beside its code."""
     assert (transaction.SHARE, transaction.AT_ONCE_S) == (window_cost.SHARE, window_cost.AT_ONCE_S)
+    assert threads.MOST_THREADS == window_cost.MOST_THREADS
     assert journal_bytes([1000], 1) == 1000 * window_cost.SPARE
     assert vars(device_image)["_STAGED_SHARE"] * window_cost.STAGED_SHARE == 1
 
@@ -68,29 +70,46 @@ def test_a_window_by_hand() -> None:
     assert sum(cost.work_s.values()) == pytest.approx(3.0 * gb)
     assert cost.waits_s["rows that are stored at once"] == pytest.approx(gb * (1.1 + 1 / 25))
     exchange_s = cost.sent_bytes * 8 / 12.5e9  # eight ranks share the network
-    late_s = (0.9 + 0.5) * gb + exchange_s - 0.04 * 10
+    late_s = (0.9 / 8 + 0.5) * gb + exchange_s - 10  # eight threads of twelve cores lay deltas out
     assert cost.waits_s["a commit that is late"] == pytest.approx(late_s)
     assert cost.overhead == pytest.approx(sum(cost.waits_s.values()) / 10)
     assert cost.replayed_steps == pytest.approx(149.5)
     assert cost.device_bytes == {"marks": LARGE.rank_rows, "staged rows": 0}
     roomy = cost_of(replace(LARGE, device_memory_bytes=16 * 18e9), CODE, 100)
     assert roomy.device_bytes["staged rows"] == pytest.approx(gb * 1e9)
-    store_s = gb * (1.1 + 1 / 25)  # before the first rest, so more than its share
-    assert roomy.waits_s["a commit that is late"] == pytest.approx(late_s + 0.4 + store_s - 10)
+    store_s = gb * (1.1 + 1 / 25)
+    assert roomy.waits_s["a commit that is late"] == pytest.approx(late_s + store_s)
     two = cost_of(LARGE, Code(6, 4), 100)
     assert sum(two.work_s.values()) == pytest.approx(4.0 * gb)
     alone = cost_of(replace(LARGE, overlap=False), CODE, 100)
-    assert alone.waits_s["the commit"] == pytest.approx((0.9 + 0.5) * gb + exchange_s)
+    assert alone.waits_s["the commit"] == pytest.approx(late_s + 10)
     assert alone.replayed_steps == pytest.approx(49.5)
+    inside = cost_of(replace(LARGE, hosts=1), CODE, 100)
+    assert window_cost.NETWORK in cost.used and window_cost.NETWORK not in inside.used
+
+
+def test_a_commit_rests_beside_busy_processors() -> None:
+    """With 16 cores for eight ranks, half of them are busy: what is stored is all that is done in time."""
+    gb = LARGE.changed_rows(100) * 264 / 1e9
+    few = replace(LARGE, cores=16)
+    cost = cost_of(few, CODE, 100)
+    all_s = (0.9 / 2 + 0.5) * gb + cost.sent_bytes * 8 / 12.5e9
+    assert cost.waits_s["a commit that is late"] == pytest.approx(all_s - 0.04 * 10)
+    assert window_cost.RESTS in cost.used and window_cost.RESTS not in cost_of(LARGE, CODE, 100).used
+    roomy = cost_of(replace(few, device_memory_bytes=16 * 18e9), CODE, 1)
+    store_s = roomy.changed_bytes / 1e9 * (1.1 + 1 / 25)
+    assert store_s > 0.1 and roomy.replayed_steps == 1
+    assert [window_cost.rests(replace(LARGE, cores=cores)) for cores in (30, 31)] == [True, False]
+    assert window_cost.rests(replace(LARGE, device="cpu", cores=1000))
 
 
 def test_a_commit_in_time_costs_replays_only() -> None:
     small = replace(LARGE, table_bytes=64e9, features=10, ids=1, step_s=0.3)
     cost = cost_of(small, CODE, 200)
     assert "a commit that is late" not in cost.waits_s
-    thread_s = sum(cost.work_s.values()) - cost.work_s["apply"]
-    assert cost.used[window_cost.RESTS] < 1
-    assert cost.replayed_steps == pytest.approx(99.5 + 200 * thread_s / 0.04 / 60, rel=0.05)
+    assert cost.used[window_cost.THREAD] < 1
+    before_s = sum(cost.work_s.values()) - cost.work_s["apply"] - cost.work_s["delta"] * 7 / 8
+    assert cost.replayed_steps == pytest.approx(99.5 + 200 * before_s / 60, rel=0.05)
 
 
 def test_busy_processors_count() -> None:
@@ -131,7 +150,8 @@ def test_auto_has_room() -> None:
         < (cost_of(LARGE, CODE, steps + 1).used[window_cost.MEMORY])
     )
     assert auto_steps(replace(LARGE, host_memory_bytes=1e15), CODE) == MOST
-    assert roomy_steps(replace(LARGE, host_memory_bytes=1e9), CODE) == 1
+    assert auto_steps(replace(LARGE, host_memory_bytes=1e15, step_s=0.008), CODE) == LONGEST_S / 0.008
+    assert roomy_steps(replace(LARGE, host_memory_bytes=1e9), CODE, MOST) == 1
     assert auto_steps(replace(LARGE, mtbf_h=1e-3), CODE) < 50
 
 
@@ -263,11 +283,12 @@ class VirtualWait:
 def test_training_waits_for_the_commit_as_reckoned(
     store_s: float, parts_s: float, window_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the class that paces the commit thread, in virtual time; training leaves processors idle."""
+    """By the class that paces the commit thread, in virtual time, beside busy processors."""
     wait = VirtualWait()
     wait.window_s = window_s
     monkeypatch.setattr(transaction.threading, "Event", lambda: wait)
     monkeypatch.setattr(transaction, "_work", lambda: wait.worked_s)
+    monkeypatch.setattr(threads.IdleProcessors, "are_idle", lambda _: False)
     throttle = transaction.CommitThrottle()
     throttle.begin()
     throttle.start()
