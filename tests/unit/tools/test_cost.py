@@ -118,6 +118,7 @@ def test_a_job_of_too_many_ranks() -> None:
 @given(data=st.data())
 def test_whatever_a_job_is_its_estimates_are_numbers(data: st.DataObject) -> None:
     size = st.floats(1e-9, 1e18)
+    window: Any = data.draw(st.one_of(st.just("auto"), st.integers(1, 10**18)))
     job = Job(
         hosts=data.draw(st.integers(1, 40)),
         ranks_per_host=data.draw(st.integers(1, 4)),
@@ -130,7 +131,7 @@ def test_whatever_a_job_is_its_estimates_are_numbers(data: st.DataObject) -> Non
         skew=data.draw(st.floats(0, 1e18)),
         dense_bytes=data.draw(st.floats(0, 1e18)),
         device=data.draw(st.sampled_from(["cpu", "cuda"])),
-        window=data.draw(st.one_of(st.just("auto"), st.integers(1, 10**18))),
+        window=window,
         overlap=data.draw(st.booleans()),
         cores=data.draw(st.integers(1, 10**18)),
         host_memory_bytes=data.draw(size),
@@ -182,8 +183,8 @@ def test_the_command_shows_where_the_time_goes(capsys: pytest.CaptureFixture[str
     assert main(["plan", *WORDS, *asked]) == 0
     shown = capsys.readouterr().out
     assert "window of 100 steps, as given: 20 s, in which 511 MB of a rank's 100 GB change" in shown
-    assert "training waits: rows that are stored at once 2.9%, a commit that is late 1.0%" in shown
-    assert "a failure takes back 1.5 windows: 150 steps" in shown
+    assert "training waits: rows that are stored at once 2.9%, begin and end of steps 0.2%" in shown
+    assert "a failure takes back 0.51 windows: 51 steps" in shown
     assert "process: 126 s (restart 30 s, undo 0.49 s, tables to the GPUs 96 s)" in shown
     assert 'window="auto", overlap=False' in shown and "window=1, overlap=True" in shown
     assert main(["plan", *WORDS, "--host-memory-gb", "1", "--code", "4,3"]) == 0
