@@ -95,7 +95,7 @@ def connected(path: Path) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EPERM], ids=os.strerror)
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM], ids=os.strerror)
 def test_a_connection_that_cant_be_accepted(here: Home, faults: Faults, number: int) -> None:
     name = here.write("sleeps.py", SLEEPS)
     stub = here.start(name, options=OPTIONS)
