@@ -694,6 +694,8 @@ FORBIDDEN_CALLS = {
 }
 
 
+DANGEROUS_OPTIONS = {"weights_only", "shell", "allow_pickle"}
+
 RUNS_THE_USERS_SCRIPT = {("worker.py", "exec")}
 """`ecemb-run` runs a script as python does: from the file that its command line names."""
 
@@ -710,8 +712,8 @@ def breaches(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, str(node.module)
         if not isinstance(node, ast.Call):
             continue
-        called = ast.unparse(node.func)
-        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        called = ast.unparse(node.func) if isinstance(node.func, ast.Name | ast.Attribute) else ""
+        given = {one.arg: ast.unparse(one.value) for one in node.keywords if one.arg in DANGEROUS_OPTIONS}
         if called.split(".")[-1] in FORBIDDEN_CALLS and not called.endswith(".eval"):
             yield node.lineno, called
         if called == "torch.load" and given.get("weights_only") != "True":

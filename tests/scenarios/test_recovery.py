@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -110,14 +112,15 @@ def run_trial(
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, run_seed: int) -> dict[tuple[int, int, int], Machines]:
-    """Shape -> a job of that shape that has done three steps, undisturbed."""
+def begun(run_seed: int) -> Iterator[dict[tuple[int, int, int], Machines]]:
+    """Shape -> a job of that shape that has done three steps, undisturbed. In memory, as arenas are."""
     rng = random.Random(run_seed)
-    return {shape: start(tmp_path_factory.mktemp("job"), job_of(*shape, rng)) for shape in SHAPES}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        yield {shape: start(Path(root) / str(shape), job_of(*shape, rng)) for shape in SHAPES}
 
 
 def start(root: Path, job: Job) -> Machines:
-    machines = Machines(root / "base", job)
+    machines = Machines(root, job)
     life = machines.run(DONE)
     assert not life.failures
     assert life.plan.kind == "fresh"
@@ -153,11 +156,11 @@ def test_every_rank_killed_at_every_moment(
     shape: tuple[int, int, int],
     share: int,
     begun: dict[tuple[int, int, int], Machines],
-    tmp_path: Path,
+    arena_dir: Path,
     seed: int,
 ) -> None:
     """Really every one with two ranks; with more, another sample in every run of the tests."""
-    run_trials(begun[shape], share, random.Random(seed), tmp_path)
+    run_trials(begun[shape], share, random.Random(seed), arena_dir)
 
 
 @pytest.mark.parametrize(
@@ -171,17 +174,17 @@ def test_every_rank_interrupted_at_every_moment(
     window: int,
     overlap: bool,
     begun: dict[tuple[int, int, int], Machines],
-    tmp_path: Path,
+    arena_dir: Path,
     seed: int,
 ) -> None:
     """Ctrl-C: what is not prepared is undone in the process, what is prepared is left to recovery."""
     rng = random.Random(seed)
-    base, goal = begun[shape].copy(tmp_path / "base"), DONE + window * (1 + overlap)
+    base, goal = begun[shape].copy(arena_dir / "base"), DONE + window * (1 + overlap)
     base.job = dataclasses.replace(base.job, window=window, overlap=overlap)
-    moments = base.copy(tmp_path / "rehearsal").run(goal).moments
+    moments = base.copy(arena_dir / "rehearsal").run(goal).moments
     main = {rank: count for rank, count in moments.items() if rank < BESIDE}  # no other thread is
     for rank, end in cases(main, share * (1 + 2 * overlap), rng):
-        with Trial(base.copy(tmp_path / f"{rank}-{end}"), rng) as trial:
+        with Trial(base.copy(arena_dir / f"{rank}-{end}"), rng) as trial:
             life = trial.live(goal, some_ends(moments, 0.1, rng), {rank: end})
             trial.plan_after(life)
             if rng.random() < 0.5:
@@ -196,7 +199,7 @@ def test_every_rank_killed_while_a_step_is_aborted(
     shape: tuple[int, int, int],
     share: int,
     begun: dict[tuple[int, int, int], Machines],
-    tmp_path: Path,
+    arena_dir: Path,
     seed: int,
 ) -> None:
     """Who aborts may be lost at once with its memory; the step never goes forward without it.
@@ -204,12 +207,12 @@ def test_every_rank_killed_while_a_step_is_aborted(
     No rank commits the step empty before all others have undone it. The next step is aborted as well.
     """
     rng = random.Random(seed)
-    base = begun[shape].copy(tmp_path / "base")
+    base = begun[shape].copy(arena_dir / "base")
     aborting = rng.sample(range(shape[2]), rng.randint(1, shape[2]))
     aborts = frozenset((step, rank) for rank in aborting for step in (DONE, DONE + 1))
     base.job = dataclasses.replace(base.job, aborts=aborts)
-    check_undisturbed(base, DONE + 3, tmp_path / "undisturbed")
-    run_trials(base, share, rng, tmp_path / "trials", DONE + 2)
+    check_undisturbed(base, DONE + 3, arena_dir / "undisturbed")
+    run_trials(base, share, rng, arena_dir / "trials", DONE + 2)
 
 
 @pytest.mark.parametrize(("shape", "share"), [((2, 1, 2), 10), ((3, 2, 3), 38), ((4, 2, 4), 86)])
@@ -217,15 +220,15 @@ def test_every_rank_killed_in_a_window(
     shape: tuple[int, int, int],
     share: int,
     begun: dict[tuple[int, int, int], Machines],
-    tmp_path: Path,
+    arena_dir: Path,
     seed: int,
 ) -> None:
     """Three steps are one transaction; a fourth is committed by itself."""
     rng = random.Random(seed)
-    base, goal = begun[shape].copy(tmp_path / "base"), DONE + 4
+    base, goal = begun[shape].copy(arena_dir / "base"), DONE + 4
     base.job = dataclasses.replace(base.job, window=3)
-    check_undisturbed(base, goal, tmp_path / "undisturbed")
-    run_trials(base, share, rng, tmp_path / "trials", goal)
+    check_undisturbed(base, goal, arena_dir / "undisturbed")
+    run_trials(base, share, rng, arena_dir / "trials", goal)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +247,7 @@ def test_every_rank_killed_while_a_step_is_decided_beside_the_next_one(
     share: int,
     window: int,
     begun: dict[tuple[int, int, int], Machines],
-    tmp_path: Path,
+    arena_dir: Path,
     seed: int,
 ) -> None:
     """Section 7, overlap: two transactions are undecided, of which the rows lie in two journals.
@@ -252,34 +255,34 @@ def test_every_rank_killed_while_a_step_is_decided_beside_the_next_one(
     One step is aborted: in a window of several steps, the others run again.
     """
     rng = random.Random(seed)
-    base, goal = begun[shape].copy(tmp_path / "base"), DONE + 3 * window
+    base, goal = begun[shape].copy(arena_dir / "base"), DONE + 3 * window
     aborts = frozenset({(rng.randrange(DONE, goal), rng.randrange(shape[2]))})
     base.job = dataclasses.replace(base.job, overlap=True, window=window, aborts=aborts)
-    check_undisturbed(base, goal, tmp_path / "undisturbed")
-    run_trials(base, share, rng, tmp_path / "trials", goal)
+    check_undisturbed(base, goal, arena_dir / "undisturbed")
+    run_trials(base, share, rng, arena_dir / "trials", goal)
 
 
 @pytest.mark.parametrize(("window", "overlap"), [(1, False), (2, False), (1, True), (2, True)])
 def test_every_rank_killed_around_cancelled_steps(
-    window: int, overlap: bool, begun: dict[tuple[int, int, int], Machines], tmp_path: Path, seed: int
+    window: int, overlap: bool, begun: dict[tuple[int, int, int], Machines], arena_dir: Path, seed: int
 ) -> None:
     """A step that is cancelled leaves an arena in which nothing shows that it began; also the last one."""
     rng = random.Random(seed)
-    base, goal = begun[3, 2, 3].copy(tmp_path / "base"), DONE + 3
+    base, goal = begun[3, 2, 3].copy(arena_dir / "base"), DONE + 3
     cancels = frozenset((step, rank) for step in range(DONE, goal + 1) for rank in range(3))
     base.job = dataclasses.replace(base.job, cancels=cancels, window=window, overlap=overlap)
-    check_undisturbed(base, goal, tmp_path / "undisturbed")
-    run_trials(base, 40, rng, tmp_path / "trials", goal)
+    check_undisturbed(base, goal, arena_dir / "undisturbed")
+    run_trials(base, 40, rng, arena_dir / "trials", goal)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])
-def test_every_rank_killed_at_a_fresh_start(shape: tuple[int, int, int], tmp_path: Path, seed: int) -> None:
+def test_every_rank_killed_at_a_fresh_start(shape: tuple[int, int, int], arena_dir: Path, seed: int) -> None:
     """The initial state is transaction 0 of the same protocol: all of it is kept, or none."""
     rng = random.Random(seed)
     job = job_of(*shape, rng, rows=5)
-    moments = Machines(tmp_path / "rehearsal", job).run(0).moments
+    moments = Machines(arena_dir / "rehearsal", job).run(0).moments
     for rank, end in cases(moments, 4 * shape[2], rng):
-        with Trial(Machines(tmp_path / f"{rank}-{end}", job), rng) as trial:
+        with Trial(Machines(arena_dir / f"{rank}-{end}", job), rng) as trial:
             trial.plan_after(trial.live(0, {**some_ends(moments, 0.3, rng), rank: end}))
             trial.lose_some()
             trial.finish(1)
@@ -290,20 +293,20 @@ def test_every_rank_killed_during_a_rebuild(
     shape: tuple[int, int, int],
     share: int,
     begun: dict[tuple[int, int, int], Machines],
-    tmp_path: Path,
+    arena_dir: Path,
     seed: int,
 ) -> None:
     """A half-rebuilt replacement rank counts as lost, and more may be lost meanwhile, up to r in all."""
     rng = random.Random(seed)
     lost = rng.sample(range(shape[2]), shape[0] - shape[1])
-    base = begun[shape].copy(tmp_path / "base")
+    base = begun[shape].copy(arena_dir / "base")
     base.run(DONE + 1, {rank: rng.randint(1, 40) for rank in range(shape[2])})
     for rank in lost:
         base.lose(rank)
     until = base.plan().transaction
-    moments = base.copy(tmp_path / "rehearsal").run(until).moments
+    moments = base.copy(arena_dir / "rehearsal").run(until).moments
     for rank, end in cases(moments, share, rng):
-        with Trial(base.copy(tmp_path / f"{rank}-{end}"), rng) as trial:
+        with Trial(base.copy(arena_dir / f"{rank}-{end}"), rng) as trial:
             trial.live(until, {**some_ends(moments, 0.3, rng), rank: end})
             trial.lose_some(0.3)
             trial.finish(until + 1)
@@ -322,18 +325,18 @@ def test_every_rank_killed_while_parity_is_made_anew(
     shape: tuple[int, int, int],
     share: int,
     begun: dict[tuple[int, int, int], Machines],
-    tmp_path: Path,
+    arena_dir: Path,
     seed: int,
 ) -> None:
     """Rows that were written undeclared stay as they are; their parity fits them in the end."""
     rng = random.Random(seed)
-    base = begun[shape].copy(tmp_path / "base")
+    base = begun[shape].copy(arena_dir / "base")
     life = base.run(DONE + 1, body=write_undeclared)
     assert type(life.failures[0]) is UndeclaredWrite
     assert base.plan().encode
-    moments = base.copy(tmp_path / "rehearsal").run(DONE).moments
+    moments = base.copy(arena_dir / "rehearsal").run(DONE).moments
     for rank, end in cases(moments, share, rng):
-        machines = base.copy(tmp_path / f"{rank}-{end}")
+        machines = base.copy(arena_dir / f"{rank}-{end}")
         ends = {**some_ends(moments, 0.3, rng), rank: end}
         machines.run(DONE, ends)
         assert not machines.run(DONE + 1).failures, ends
@@ -343,10 +346,10 @@ def test_every_rank_killed_while_parity_is_made_anew(
 
 
 def test_a_host_that_was_cut_off_and_replaced_comes_back_stale(
-    begun: dict[tuple[int, int, int], Machines], tmp_path: Path
+    begun: dict[tuple[int, int, int], Machines], arena_dir: Path
 ) -> None:
     """Section 2.3: the others went on without it, so its memory counts for nothing."""
-    machines = begun[3, 2, 3].copy(tmp_path / "a")
+    machines = begun[3, 2, 3].copy(arena_dir / "a")
     machines.cut_off(1)
     assert machines.run(DONE + 1).plan.lost == (1,)
     machines.come_back(1)
@@ -359,10 +362,10 @@ def test_a_host_that_was_cut_off_and_replaced_comes_back_stale(
 
 
 def test_a_host_that_was_cut_off_comes_back_before_anybody_went_on(
-    begun: dict[tuple[int, int, int], Machines], tmp_path: Path
+    begun: dict[tuple[int, int, int], Machines], arena_dir: Path
 ) -> None:
     """Joining alone changes nothing: until the generation is opened, the memory is as good as ever."""
-    machines = begun[3, 2, 3].copy(tmp_path / "a")
+    machines = begun[3, 2, 3].copy(arena_dir / "a")
     machines.cut_off(1)
     machines.run(DONE + 1, {0: 3, 1: 3, 2: 3})  # while they store that they have joined
     machines.come_back(1)

@@ -20,11 +20,13 @@ from typing import Any
 import pytest
 
 from ecemb.memory.scan import arenas, remove
+from support import agents
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600.0
 STEPS, EVERY, RANKS = 60, 5, 2
 POLL_S = 0.05
+IMPORTS = "support.fork_server_imports"
 DIES = """
 import os, runpy, signal, sys
 from ecemb.step.transaction import Transactions
@@ -114,29 +116,31 @@ def test_answers_while_the_training_and_the_server_are_killed(changes: str, tmp_
     text.write_text(" ".join(topics.topics[name] for name in sorted(topics.topics)[:40]))
     job, folder = f"serve-{uuid.uuid4().hex}", tmp_path / "checkpoints"
     training, logs = tmp_path / "training.log", [tmp_path / f"serving{i}.log" for i in range(2)]
-    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {RANKS} --max-restarts 3"
+    torchrun = [f"--nproc-per-node={RANKS}", "--max-restarts=3"]
     options = f"--code 2,1 --dim 8 --batch 64 --steps {STEPS} --every {EVERY} --job {job} --words list"
     options += f" --arena-dir {tmp_path}" + (f" --changes {changes}" if changes else "")
     word2vec = str(ROOT / "examples" / "word2vec.py")
     (tmp_path / "dies.py").write_text(DIES.replace("sys.argv[1]", repr(word2vec)))
-    script = [str(tmp_path / "dies.py"), *options.split(), "--text", str(text)]
+    script = [str(tmp_path / "dies.py"), *options.split(), "--text", str(text), "--checkpoints", str(folder)]
     server = [str(ROOT / "examples" / "serve.py"), str(folder), "--port", "0", "--text", str(text)]
     server += ["--changes"] if changes else []
     answers: list[dict[str, Any]] = []
+    trains = agents.start(IMPORTS, [*torchrun, *script], training, errors=errors_of(training))
     try:
-        with process([*torchrun.split(), *script, "--checkpoints", str(folder)], training) as trains:
-            with process(server, logs[0]) as running:
-                first = Server(running, logs[0])
-                assert first.ask("qqq")[0] in (404, 503)
-                answers += first.await_step(EVERY)
-                running.kill()
-                running.wait()
-            with process(server, logs[1]) as running:
-                again = Server(running, logs[1])
-                answers += again.await_step(STEPS)
-                assert again.ask("qqq")[0] == 404
-            assert trains.wait(DEADLINE_S) == 0, errors_of(training).read_text()
+        with process(server, logs[0]) as running:
+            first = Server(running, logs[0])
+            assert first.ask("qqq")[0] in (404, 503)
+            answers += first.await_step(EVERY)
+            running.kill()
+            running.wait()
+        with process(server, logs[1]) as running:
+            again = Server(running, logs[1])
+            answers += again.await_step(STEPS)
+            assert again.ask("qqq")[0] == 404
+        assert trains.wait(DEADLINE_S) == 0, errors_of(training).read_text()
     finally:
+        trains.terminate()  # torchrun ends its workers
+        trains.wait(DEADLINE_S)
         for one in arenas(tmp_path):
             remove(one, force=True)
     steps = [answer["step"] for answer in answers]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import uuid
 from importlib.util import find_spec
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.warm_starts import DEADLINE_S, Home, home
+from support.warm_starts import Home, home
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {  # ranks, arguments, what it imports
@@ -27,20 +26,12 @@ LONG = ("by_hand", "loaders", "torchrec_dlrm")  # the last one is also killed, i
 def digests(here: Home, name: str, job: str, command: list[str]) -> list[str]:
     """The lines with digests that a training's ranks print."""
     ranks, arguments, _ = SCRIPTS[name]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launch = [f"--nproc-per-node={ranks}", "--monitor-interval=0.01", "--max-restarts=1"]
     script = [str(ROOT / "examples" / f"{name}.py"), *arguments.split(), "--job", job]
-    done = subprocess.run(
-        [*launch, "--monitor-interval=0.01", "--max-restarts=1", "--no-python", *command, *script],
-        cwd=here.folder,
-        env={**here.environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=3 * DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "starts cold" not in done.stderr
-    return sorted(line for line in done.stdout.splitlines() if "digest" in line)
+    code, out, err = here.torchrun(*launch, *command, *script, changed={"OMP_NUM_THREADS": "1"})
+    assert code == 0, err
+    assert "starts cold" not in err
+    return sorted(line for line in out.splitlines() if "digest" in line)
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,13 @@ def container(place: str) -> str:
     return re.sub(r"( keys|\{\}|\[\]|/\d+|\.[^./\[{ ]+)$", "", place)
 
 
-def by_container(found: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
-    """All values in each container: their order in it may be that of addresses."""
+def by_container(found: Mapping[str, Iterable[str]], containers: set[str]) -> dict[str, set[str]]:
+    """All values in each of these containers: their order in it may be that of addresses."""
     grouped: defaultdict[str, set[str]] = defaultdict(set)
+    starts = tuple(containers)
     for place, every in found.items():
-        grouped[container(place)].update(every)
+        if place.startswith(starts) and (name := container(place)) in containers:
+            grouped[name].update(every)
     return grouped
 
 
@@ -191,6 +193,7 @@ def main(file: Path, names: Sequence[str]) -> None:
         names: of modules.
     """
     warnings.simplefilter("ignore")  # about names that are deprecated: all are read
+    gc.disable()  # each walk makes millions of objects that stay: collections took half of its time
 
     def writes() -> None:
         file.write_text(json.dumps(values()))
@@ -200,13 +203,17 @@ def main(file: Path, names: Sequence[str]) -> None:
 
         def compares() -> None:
             set_up(server)
-            after, elsewhere = values(), by_container(others)
-            kept = {
+            after = values()
+            suspects = {
                 place: own
                 for place, own in before.items()
-                if place in others
-                and after.get(place) == own
-                and not elsewhere[container(place)].issuperset(own)
+                if place in others and others[place] != own and after.get(place) == own
+            }
+            elsewhere = by_container(others, {container(place) for place in suspects})
+            kept = {
+                place: own
+                for place, own in suspects.items()
+                if not elsewhere[container(place)].issuperset(own)
             }
             json.dump({"values": len(before), "kept": kept}, sys.stdout)
 

@@ -593,6 +593,8 @@ class Machines:
         self.generation = 0
         self.opened = NONE  # the mark in the store
         self._plan: RecoveryPlan | None = None
+        self._planned_from: list[Header] = []  # the headers that this plan is of
+        self._directories: dict[int, Directory] = {}
 
     def copy(self, root: Path) -> Machines:
         """The same job, as it is now, in another place."""
@@ -602,7 +604,9 @@ class Machines:
         return other
 
     def directory(self, rank: int) -> Directory:
-        return Directory(self.root, "job", f"host{rank}")
+        if rank not in self._directories:
+            self._directories[rank] = Directory(self.root, "job", f"host{rank}")
+        return self._directories[rank]
 
     def headers(self) -> list[Header]:
         found = [one for r in range(self.job.size) for one in self.directory(r).scan(timeout_s=0)]
@@ -611,8 +615,9 @@ class Machines:
     def plan(self) -> RecoveryPlan:
         """What the next start would do, if nothing else were lost before it."""
         if self._plan is None:
+            self._planned_from = self.headers()
             self._plan = plan_recovery(
-                self.headers(), self.job.placement, started=self.opened != NONE, opened=self.opened
+                self._planned_from, self.job.placement, started=self.opened != NONE, opened=self.opened
             )
         return self._plan
 
@@ -645,7 +650,7 @@ class Machines:
         self.generation += 1
         plan = self.plan()
         self._plan = None
-        judged = classify(self.headers(), self.opened)
+        judged = classify(self._planned_from, self.opened)
         kept = {header.constants.arena_id for header in judged.survivors}
         hub = Hub(self.job.size)
         geometry = self.job.geometry

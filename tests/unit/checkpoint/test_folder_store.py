@@ -57,8 +57,8 @@ def load(folder: CheckpointFolder) -> tuple[int, Tensor]:
     return stored.step, found
 
 
-def test_after_a_kill_at_any_moment_the_newest_is_complete(tmp_path: Path, seed: int) -> None:
-    folder = CheckpointFolder(tmp_path / "checkpoints")
+def test_after_a_kill_at_any_moment_the_newest_is_complete(arena_dir: Path, seed: int) -> None:
+    folder = CheckpointFolder(arena_dir / "checkpoints")  # in memory: a disk takes longer for its promises
     save(folder, 1, keep=1)
     step, end, kept = 1, 0, random.Random(seed)
     while True:

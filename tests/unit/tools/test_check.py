@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -50,11 +48,11 @@ class Running(nn.Module):
         super().__init__()
         self.register_buffer("mean", mean)
 
-def main(momentum):
+def main():
     ecemb.init_process_group("gloo", job="clicks", arena_dir=sys.argv[1])
     torch.manual_seed(0)
     model = Net()
-    sparse = torch.optim.SGD([model.bag.weight], lr=0.1, momentum=momentum)
+    sparse = torch.optim.SGD([model.bag.weight], lr=0.1)
     dense = torch.optim.Adam(model.head.parameters())
     held, schedule = (torch.optim.lr_scheduler.StepLR(one, 2) for one in (dense, sparse))
     ema = torch.optim.swa_utils.AveragedModel(model.head)
@@ -72,25 +70,41 @@ def main(momentum):
     ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(2, 1), state=state)
     raise SystemExit("it trains")
 
-main(float(sys.argv[2]))
+main()
+"""
+REFUSED = """
+import sys
+import torch
+import ecemb
+
+ecemb.init_process_group("gloo", job="clicks", arena_dir=sys.argv[1])
+model = torch.nn.ModuleDict({"bag": ecemb.nn.ShardedEmbeddingBag(100, 4, device="meta")})
+sparse = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+ecemb.protect(model, optimizers=sparse, code=ecemb.Code(2, 1))
+raise SystemExit("it trains")
 """
 
 
-def checked(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command runs, and in which environment."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def test_a_survey_names_all_that_a_script_has(
+    arena_dir: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "ecemb", "check", *arguments]
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False
-    )
-
-
-def test_a_survey_names_all_that_a_script_has(arena_dir: Path, tmp_path: Path) -> None:
-    words = ("--json", "--hosts", "2", "--ranks-per-host", "1", "script.py", str(arena_dir), "0")
-    done = checked(tmp_path, *words)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    words = ("--json", "--hosts", "2", "--ranks-per-host", "1", "script.py", str(arena_dir))
+    code = main(["check", *words])
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    found = json.loads(out)
     assert (found["job"], found["hosts"], found["code"]) == ("clicks", ["host0", "host1"], [2, 1])
     assert found["tables"] == {"bag": [[50, 50], "weight float32"]}
     assert set(found["replicated"]) == {"head.weight", "head.bias", "mean"}
@@ -132,10 +146,14 @@ def test_metrics_are_shown() -> None:
     assert "state['sum'] (Composition): its state_dict() is empty by default" in shown
 
 
-def test_what_protect_would_refuse_is_refused(arena_dir: Path, tmp_path: Path) -> None:
-    done = checked(tmp_path, "--ranks-per-host", "2", "script.py", str(arena_dir), "0.9")
-    assert done.returncode == 1 and not done.stdout
-    assert "ecemb: refused on rank 0: SGD with momentum=0.9 changes rows of table 'bag'" in done.stderr
+def test_what_protect_would_refuse_is_refused(
+    arena_dir: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "script.py").write_text(REFUSED)
+    code = main(["check", "--ranks-per-host", "2", "script.py", str(arena_dir)])
+    out, err = capfd.readouterr()
+    assert code == 1 and not out
+    assert "ecemb: refused on rank 0: SGD with momentum=0.9 changes rows of table 'bag'" in err
     assert not list(arena_dir.glob("*/*"))
 
 
