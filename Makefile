@@ -54,8 +54,10 @@ test: $(READY)  ## the tests
 	$(BIN)/pytest -m "not long" --ignore=tests/docs/test_docs.py --ignore=$(S3_TESTS) \
 		$(IN_ORDER) $(ARGS)
 
+test-fast: WORKERS = 2  # its tests wait for nothing
 test-fast: $(READY)  ## the tests that neither start processes, nor need TorchRec, nor take long
-	$(BIN)/pytest -m "not processes and not torchrec and not slow and not long" $(IN_ORDER) $(ARGS)
+	$(BIN)/pytest -m "not processes and not torchrec and not slow and not long" \
+		--ignore=tests/docs/test_docs.py $(IN_ORDER) $(ARGS)
 
 test-long: $(READY)  ## variants of the tests that take too long for CI
 	$(BIN)/pytest -m long $(IN_ORDER) $(ARGS)

@@ -35,6 +35,7 @@ BY_PATH = {
         "baselines/float_parity/test_drift.py",
         "bench/test_cpr.py",
         "bench/test_drift.py",
+        "bench/test_quantization.py",
     ),
     "long": ("failures/test_moves.py",),  # scenarios move jobs as well
 }

@@ -52,7 +52,9 @@ WORKS = {
 }
 
 
-@pytest.fixture(params=WORKS)
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "cuda")) for name in WORKS]  # interpreted
+)
 def work(request: pytest.FixtureRequest) -> Kernels:
     return WORKS[request.param]
 

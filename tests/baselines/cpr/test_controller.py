@@ -36,6 +36,7 @@ def trained(folder: Path, script: OnBags, until: int, **options: Any) -> tuple[C
     return method, begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("priority", [None, "mfu"])
 def test_partial_recovery_where_it_pays(priority: str | None, tmp_path: Path) -> None:
     script = OnBags()

@@ -61,6 +61,7 @@ def test_on_the_clock_they_agree_within_a_tenth_as_well(dataset: Dataset) -> Non
         assert side.emulated.overhead.mean == pytest.approx(side.overhead, rel=0.1)
 
 
+@pytest.mark.slow
 @DATASETS
 def test_everywhere_in_the_sweeps_the_emulation_is_what_a_job_of_that_length_gives(
     dataset: Dataset, seed: int

@@ -301,6 +301,7 @@ def test_a_copied_optimizer_waits_for_nothing() -> None:
     assert not job.arriving.calls
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_models_wait_for_their_rows() -> None:
     job, plain = Job(BUILDS["embedding"]), Job(BUILDS["embedding"], arriving=False)

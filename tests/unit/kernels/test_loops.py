@@ -17,6 +17,7 @@ PROCESSORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_they_compile_for_it(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
     monkeypatch.setattr(cpu, "features", lambda: PROCESSORS[processor])

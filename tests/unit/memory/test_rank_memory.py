@@ -435,6 +435,7 @@ def test_undo_that_has_begun_can_never_roll_forward(undecided: Undecided, tmp_pa
             assert memory.arena.get("prepared") == 1
 
 
+@pytest.mark.slow
 def test_redo_cut_off_anywhere_is_finished_by_the_next(undecided: Undecided, tmp_path: Path) -> None:
     """Torn parity: the row that is half changed is restored first, and the rest of the inbox follows."""
     for end, memory in moments_of(undecided, tmp_path, 2):
@@ -445,6 +446,7 @@ def test_redo_cut_off_anywhere_is_finished_by_the_next(undecided: Undecided, tmp
         assert parities([memory]) == undecided.new_parity[:1]
 
 
+@pytest.mark.slow
 def test_apply_cut_off_anywhere_is_redone(undecided: Undecided, tmp_path: Path) -> None:
     end, came_that_far = 0, True
     while came_that_far:

@@ -451,6 +451,7 @@ class Cluster:
         return rosters[0], clients[0], clients[1:]
 
 
+@pytest.mark.slow
 def test_a_start_of_2048_ranks_with_26_tables_stores_small_values_only() -> None:
     cluster = Cluster(hosts=256)
     _, leader, others = cluster.start()

@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_refused(memory: RankMemory, chunk_words: int) -> N
 # --- arrivals while all train -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("make", [grouped, job_of])
@@ -329,7 +329,6 @@ def test_a_rank_that_is_rebuilt_while_all_train(
     make: Callable[..., Job],
     shape: tuple[int, int, int],
     window: int,
-    kernel: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
@@ -340,11 +339,11 @@ def test_a_rank_that_is_rebuilt_while_all_train(
     job = dataclasses.replace(make(*shape, rng), window=window, aborts=frozenset({(2 * window, 0)}))
     base = Machines(tmp_path / "base", job)
     assert not base.run(0).failures
-    with base.copy(tmp_path / "first").memories(kernel) as memories:
+    with base.copy(tmp_path / "first").memories("cpu") as memories:
         first = Ranks(job, memories, UNTIL)
         list(take_turns([first.trains(i) for i in range(job.size)], rng))
     for lost in itertools.combinations(range(job.size), rng.randint(1, job.placement.r)):
-        with base.copy(tmp_path / "-".join(map(str, lost))).memories(kernel) as memories:
+        with base.copy(tmp_path / "-".join(map(str, lost))).memories("cpu") as memories:
             ranks = Ranks(job, memories, UNTIL, lost, first.truth)
             actors = [ranks.trains(i) for i in range(job.size)]
             actors += [ranks.arrives(i, rng) for i in lost for _ in range(2)]

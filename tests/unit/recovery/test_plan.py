@@ -259,6 +259,7 @@ def test_one_rank_every_combination(seed: int) -> None:
     assert set(tried.counts) == {e.__name__ for e in ERRORS} | {"fresh", "process"}
 
 
+@pytest.mark.slow
 def test_two_ranks_every_combination(seed: int) -> None:
     rng = random.Random(seed)
     tried = Tried(rng)

@@ -22,7 +22,8 @@ from support.simulation import Hub, Machines, Wires, job_of
 DONE = 2
 
 
-@pytest.mark.parametrize("words", [1, 3, 64, 1 << 19])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [1, 3, 1 << 19])
 @pytest.mark.parametrize("shape", [(2, 1, 2), (3, 2, 3), (4, 2, 4), (3, 1, 4), (4, 3, 5)])
 def test_every_choice_of_ranks_is_rebuilt_in_pieces(
     shape: tuple[int, int, int], words: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
@@ -158,6 +159,7 @@ class Moved:
         return records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [1, 7, 1 << 19])
 @pytest.mark.parametrize("shape", [(2, 1, 2), (3, 2, 3), (4, 2, 4), (3, 1, 4), (4, 3, 5)])
 def test_a_move_brings_every_record_from_what_survives(

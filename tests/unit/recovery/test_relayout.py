@@ -175,6 +175,7 @@ def placements(size: int) -> Iterator[tuple[Placement | None, Code]]:
                 yield Placement(n, k, tuple(reversed(range(size)))), Code(n, k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_every_row_arrives_once_whatever_is_lost(size: int) -> None:
     for placement, code in placements(size):

@@ -429,6 +429,7 @@ def _has(memory: RankMemory, word: int) -> bool:
     return bool(changed.all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 1, 5), (5, 2, 6), (4, 2, 4), (6, 3, 7)], ids=str)
 def test_a_flipped_bit_of_a_survivor_never_reaches_a_rebuilt_row(
     shape: tuple[int, int, int], tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture

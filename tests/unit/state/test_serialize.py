@@ -228,6 +228,7 @@ COUNTED = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.one_of(COUNTED, STATES), min_size=1, max_size=6))
 def test_what_is_packed_again_comes_back_with_its_types_and_bits(values: list[Any]) -> None:
     """Whether the structure is that of the call before, differs from it, or is only equal to it."""

@@ -55,6 +55,7 @@ STAGES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "stage"),
     [(shape, stage) for i, shape in enumerate(SHAPES) for j, stage in enumerate(STAGES) if (i + j) % 2 == 0],
