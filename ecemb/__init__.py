@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .coding.code import Code
     from .engines.discover import tables
     from .guard import Guard, Step, protect
+    from .place import run
     from .recovery.execute import RecoveryReport
     from .recovery.scrub import ScrubReport
     from .session import init_process_group
@@ -36,6 +37,7 @@ __all__ = [
     "init_process_group",
     "nn",
     "protect",
+    "run",
     "tables",
 ]
 
@@ -55,6 +57,7 @@ _HOME = {
     "init_process_group": "session",
     "nn": "nn",
     "protect": "guard",
+    "run": "place",
     "tables": "engines.discover",
 }
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ from .memory.header import Word
 from .memory.private_files import lost_name
 from .net import replacement
 from .net.error_file import cause_of, follows, is_last_attempt, own_failure, placed
+from .net.rendezvous import has_agents_store
 from .net.watch import before_hard_exit, forget, last_exception
 from .net.wording import counted, short
 from .recovery.execute import RecoveryReport
@@ -435,7 +437,7 @@ class Guard:
         Returns:
             `job` and `rank`; `next_step`; `steps` that ended in this process, of them `aborted_steps`;
             `replaced`, the number of processes that `ecemb-run` has replaced before this one, since torchrun
-            last started the rank;
+            last started the rank; `rejoined`, how often this process stayed after another rank's death;
             `window`, the steps of a transaction; `captured_rows`, each once in a transaction; `sent_bytes`
             over the network for protection; `scrubbed_words` of every block, and `verified_words` beside
             training; `wrong_words` that either found, of them `repaired_words`; `verified_age_s`, the time
@@ -451,6 +453,7 @@ class Guard:
             "next_step": self._transactions.next_step,
             "steps": self._steps,
             "replaced": replacement.predecessors,
+            "rejoined": replacement.rejoins,
             "aborted_steps": self._aborted,
             "window": self._transactions.window.size,
             "captured_rows": self._transactions.captured_rows,
@@ -575,12 +578,37 @@ class Guard:
             self._session.watch.say_goodbye()
         self._closed = why
 
+    def _abandon(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Ends the guard in a process that stays after a peer's death; this rank's arena is as it is.
+
+        Args:
+            model: the model, which the process may keep: without gradients, as a new process has none.
+            optimizers: its optimizers, likewise.
+        """
+        self._closed = "another rank has died, and this process begins again"
+        self._sigterm.stop()
+        self._remaining.forget()
+        self._tables.unwatch()
+        self._optimizers.unwatch()
+        self._transactions.close()
+        self._saver.abandon()
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        for parameter in (*model.parameters(), *(one for group in groups for one in group)):
+            if isinstance(parameter, nn.Parameter) or type(parameter) is torch.Tensor:  # not TorchRec's
+                parameter.grad = None
+        for metric in self._rank_state.growing.values():
+            cast("Any", metric).reset()
+
     def _is_open(self) -> bool:
         return self._transactions.in_flight is not None
 
     def _check_usable(self) -> None:
         if self._closed:
             raise UsageError(f"the guard is closed: {self._closed}")
+        if (watch := self._session.watch) is not None and watch.stays:
+            raise follows(
+                PeerFailure("another rank has died: this process ends its session, and begins again")
+            )
         if self._failed is not None:
             error = StepFailed(
                 f"{self._failed}; this guard takes no more steps, and dense state may be broken: let the "
@@ -638,7 +666,8 @@ class Guard:
             return
         self._failed = f"step {number} failed ({type(error).__name__}: {short(error, 1000)})"
         self._cause = cause_of(error)
-        self._activity.failure = own_failure(error)
+        if (watch := self._session.watch) is None or not watch.saw_death:  # else it may follow from that
+            self._activity.failure = own_failure(error)
         if refusal := self._optimizers.gradients.refusal:  # a restart would not see these gradients
             with suppress(RuntimeError):  # no store is left
                 self._session.job_flags.set("refused", refusal)
@@ -801,7 +830,14 @@ def protect(
 
     opened = open_memory(session, asked)
     session.protected = True
-    (guard := Guard.__new__(Guard))._begin(session, opened)  # pyright: ignore[reportPrivateUsage]
+    guard = Guard.__new__(Guard)
+    guard._begin(session, opened)  # pyright: ignore[reportPrivateUsage]
+    # Without the agents' store, the ranks' store may be the dead one's. TorchRec keeps groups in global
+    # variables: its ranks would not make the same groups again.
+    if session.stay is not None and has_agents_store() and "torchrec.distributed" not in sys.modules:
+        request = opened.start.request
+        session.stay.at_end(partial(guard._abandon, model, request.optimizers))  # pyright: ignore[reportPrivateUsage]
+        session.stay.has_trained(session.rank, opened.memory.arena.constants.arena_id)
     return guard
 
 

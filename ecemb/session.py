@@ -15,7 +15,9 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -23,10 +25,11 @@ from .errors import ConfigurationError, EcembError, NotInitialized, UsageError
 from .memory.arena import Arena
 from .memory.private_files import check_name
 from .memory.scan import Directory
-from .net import rendezvous
+from .net import rendezvous, replacement, staying
 from .net.assignment import Assignment, Roster
 from .net.error_file import Activity
-from .net.watch import FailureDetector
+from .net.staying import Stay
+from .net.watch import FailureDetector, end_process
 from .net.wording import counted, listed
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -72,6 +75,7 @@ class Session:
         joined_s: duration of `init_process_group`, in seconds.
         protected: whether `protect` has made a guard.
         check: set if the script is only checked: it ends where it calls `protect`; otherwise None.
+        stay: how this process stays after another worker's death; None if its script does not provide for it.
     """
 
     job: str
@@ -92,10 +96,16 @@ class Session:
     joined_s: float = 0.0
     protected: bool = False
     check: Check | None = None
+    stay: Stay | None = None
 
 
 _check: Check | None = None
 _session: Session | None = None
+
+
+def is_begun() -> bool:
+    """Whether `init_process_group` has been called in this process."""
+    return _session is not None
 
 
 def check_only(check: Check | None) -> None:
@@ -168,8 +178,12 @@ def init_process_group(
         job, host = f"{job[:_CHECKED_NAME]}{CHECKED}", host or _check.host
     directory = Directory(Path(arena_dir), job, socket.gethostname() if host is None else host)
     atexit.register(_remove_empty, directory)
+    if (stay := staying.current()) is not None:
+        stay.at_end(partial(_end, os.environ["RANK"]))
     store, job_flags, found, roster, assignments = rendezvous.meet(job, directory, timeout)
     own = assignments[index]
+    if stay is not None and stay.rank not in (None, own.rank):
+        end_for_a_new_process(f"this process was rank {stay.rank}, and its memory is lost")
     patience_s = max(timeout_s, _PATIENCE_S)
     group_store = dist.PrefixStore(f"ecemb/{job}/{roster.prefix}", store)
     arena, held = rendezvous.make_group(backend, group_store, own, world_size, found, timeout_s, patience_s)
@@ -193,8 +207,32 @@ def init_process_group(
         holders={name: one.rank for one in assignments for name in one.held},
         joined_s=time.monotonic() - began,
         check=_check,
+        stay=stay,
     )
     _log_start(_session, index, assignments)
+
+
+def end_for_a_new_process(why: str) -> NoReturn:
+    """Ends this process, which has stayed after a death, because only a new one can go on from here.
+
+    `ecemb-run` replaces it, and the other ranks take it for dead.
+    """
+    replacement.peer_died()
+    end_process(f"{why}; what it has kept is of no use any more")
+    raise AssertionError  # not reached
+
+
+def _end(index: str) -> None:
+    """Ends this process's session, but for what `ecemb.protect` has made. The process stays.
+
+    Args:
+        index: torchrun's RANK.
+    """
+    global _session
+    _session = None
+    rendezvous.end_session()
+    atexit.unregister(_remove_empty)
+    os.environ["RANK"] = index
 
 
 def _remove_empty(directory: Directory) -> None:

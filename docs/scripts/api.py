@@ -22,7 +22,7 @@ All public names. Calls marked "all ranks" are made by every rank, at the same p
 are in [a page of their own](errors.md).
 """
 PARTS = {
-    "Starting": ["ecemb.init_process_group", "ecemb.protect", "ecemb.Code"],
+    "Starting": ["ecemb.init_process_group", "ecemb.protect", "ecemb.Code", "ecemb.run", "ecemb.place.Place"],
     "Training": ["ecemb.Guard", "ecemb.Step", "ecemb.RecoveryReport", "ecemb.ScrubReport"],
     "Tables": [
         "ecemb.nn.ShardedEmbeddingBag",

@@ -169,6 +169,16 @@ class Saver:
             store.release()
         self._following.clear()
 
+    def abandon(self) -> None:
+        """Ends the save in the background and all listeners, in a process that stays after a peer's death.
+
+        The groups are aborted, and end that save.
+        """
+        self._wait()
+        atexit.unregister(self._wait)
+        self._background_transport = None
+        self.close()
+
     def _wait(self) -> None:
         if self._thread is not None:
             if self._thread.ident is not None:  # else an interrupt came before its start

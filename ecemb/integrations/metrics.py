@@ -49,6 +49,7 @@ class _Family:
 _COUNTS = {
     "steps": "Steps that ended in this process.",
     "aborted_steps": "Steps that step.abort() undid on all ranks.",
+    "rejoined": "Deaths of other ranks after which this process stayed.",
     "captured_rows": "Rows saved before they changed, each once in a transaction.",
     "sent_bytes": "Bytes sent over the network for protection.",
     "scrubbed_words": "8-byte words of every block that scrubs compared.",

@@ -624,6 +624,12 @@ def promised(directory: Folder, constants: Constants, names: Sequence[str]) -> P
         return Promise(pages * headers.MEMORY_PAGE_BYTES, directory.path / "new arena", turn)
 
 
+def close_attached() -> None:
+    """Closes all arenas that this process has attached. No thread may use them any more."""
+    for arena in list(_attached):
+        arena.close()
+
+
 _MAP_NORESERVE = 0x4000
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MAP_FAILED = ctypes.c_void_p(-1).value

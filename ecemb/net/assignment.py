@@ -48,6 +48,7 @@ class Worker:
         pid: pid of its process.
         addresses: addresses of its listener, the likeliest first.
         port: port of its listener.
+        keeps: id of the arena that its process has trained with, and gets again; "" for a new process.
     """
 
     host: str
@@ -55,6 +56,7 @@ class Worker:
     pid: int = 0
     addresses: tuple[str, ...] = ()
     port: int = 0
+    keeps: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +121,8 @@ def assign(
 ) -> tuple[Assignment, ...]:
     """Assigns logical ranks: ranks follow their memory, the other ranks go to workers without memory.
 
+    A worker whose process has stayed gets its own arena again: it has kept what belongs to that rank.
+
     A new host gets all ranks of one lost host where their numbers are equal, so that each failure domain
     stays on one host, as the position table has it. Pure: the result is the same on all workers.
 
@@ -172,7 +176,12 @@ def assign(
                 f"elastic=True, launch another number of ranks; or end the launch and remove the arenas to "
                 f"count as lost (ecemb arenas rm)"
             )
-        assignments.update({i: Assignment(rank, name) for i, (rank, name) in zip(here, kept, strict=False)})
+        ranks = {name: rank for rank, name in kept}
+        own = {i: name for i in here if (name := workers[i].keeps) in ranks}
+        free = [i for i in here if i not in own]
+        left = [name for _, name in kept if name not in own.values()]
+        for i, name in [*own.items(), *zip(free, left, strict=False)]:
+            assignments[i] = Assignment(ranks[name], name)
         homes[host] = {constants.domains[rank] for rank, _ in kept} or {host}
     lost = sorted(set(range(len(workers))) - {assignment.rank for assignment in assignments.values()})
     free = [index for index in range(len(workers)) if index not in assignments]

@@ -370,6 +370,11 @@ class Transport(Waits):
             self.fabric.close()
         super().close()
 
+    def disconnect(self) -> None:
+        """Closes the meshes of a process that stays; its groups are aborted. No thread may wait any more."""
+        for mesh in (self.swap_mesh, self.notes.mesh):
+            mesh.close()
+
     def hang_up(self) -> None:
         """Ends all waits for notes and swaps, of any thread, on this rank and on its peers."""
         for mesh in (self.swap_mesh, self.notes.mesh):

@@ -16,6 +16,8 @@ _STARTED, _ARGUMENTS_BEGIN, _ARGUMENTS_END = 21, 47, 48  # of /proc/self/stat, c
 
 script_began: float | None = None
 """When a forked worker began to run its script, on time.monotonic(); None in a plain start."""
+met_first: float | None = None
+"""When this process first came to a rendezvous, on time.monotonic()."""
 
 
 def die_with_parent(parent: int) -> bool:

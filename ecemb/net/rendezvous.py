@@ -29,16 +29,16 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 from ..errors import ConfigurationError, RendezvousError
-from ..memory.arena import Arena
+from ..memory.arena import Arena, close_attached
 from ..memory.scan import Directory, Found
 from ..state.ddp_buckets import note_made
-from . import processes, replacement
+from . import processes, replacement, staying
 from .assignment import Assignment, Report, Roster, Worker, assign
-from .error_file import Activity, follows
+from .error_file import Activity, follows, is_lost_connection
 from .links import CHECK_S, Listener, Peer, connect, neighbours, own_addresses
 from .roster import StoreGone, Superseded, agree, is_replaced
 from .watch import FailureDetector
-from .worker_exit import hook
+from .worker_exit import NEWS_S, hook
 
 logger: logging.Logger = logging.getLogger("ecemb")
 
@@ -130,7 +130,7 @@ def meet(job: str, directory: Directory, timeout: datetime.timedelta) -> Met:
     store = connect_store(address, port, index, timeout)
     while True:
         try:
-            found = directory.scan(timeout_s=_STUCK_S if replacement.predecessors else timeout_s / 2)
+            found = directory.scan(timeout_s=_stuck_s() if replacement.follows_death() else timeout_s / 2)
             _check_ended(found)
             job_flags = dist.PrefixStore(f"ecemb/{job}", store)
             made = _assemble(job_flags, directory, found, index, world_size, timeout_s, deadline)
@@ -139,7 +139,7 @@ def meet(job: str, directory: Directory, timeout: datetime.timedelta) -> Met:
             logger.debug("a worker was replaced while the workers met: they meet again")
         except StoreGone:
             # Without a store of the agents', the store of the start before ends with its RANK 0.
-            if not replacement.predecessors or _has_agents_store() or time.monotonic() > deadline:
+            if not replacement.follows_death() or has_agents_store() or time.monotonic() > deadline:
                 raise
             time.sleep(CHECK_S)
             store = connect_store(address, port, index, timeout)
@@ -152,10 +152,15 @@ def _check_ended(found: Sequence[Found]) -> None:
         RendezvousError: one has not; its main thread may be in a call that keeps the interpreter's lock.
     """
     held = [one for one in found if one.holder not in (None, os.getpid())]
-    if held and replacement.predecessors:
+    if held and replacement.follows_death():
         raise _given_up(
-            f"process {held[0].holder} of the job holds its arena {_STUCK_S:.0f} s after another one's death"
+            f"process {held[0].holder} of the job holds its arena {_stuck_s():.0f} s after another one died"
         )
+
+
+def _stuck_s() -> float:
+    """How long to wait for processes that hold arenas: they may come back, or be ended for it."""
+    return _STUCK_S + (0.0 if staying.current() is None else staying.AWAY_S)
 
 
 def _given_up(why: str) -> RendezvousError:
@@ -179,11 +184,13 @@ def _assemble(
         Superseded: a worker died meanwhile, and was replaced.
         StoreGone: the store does not answer any more.
     """
-    patience_s = _PATIENCE_S + 2 * (time.monotonic() - (processes.script_began or time.monotonic()))
-    meet_by = min(deadline, time.monotonic() + patience_s) if replacement.predecessors else deadline
+    patience_s = _patience_s()
+    meet_by = min(deadline, time.monotonic() + patience_s) if replacement.follows_death() else deadline
     with Listener() as listener:
         addresses = own_addresses(os.environ["MASTER_ADDR"])
-        worker = Worker(directory.host, secrets.token_hex(8), os.getpid(), addresses, listener.port)
+        stay = staying.current()
+        keeps = "" if stay is None else stay.arena_id
+        worker = Worker(directory.host, secrets.token_hex(8), os.getpid(), addresses, listener.port, keeps)
         reports = [_report(directory, one) for one in found]
         try:
             roster = agree(job_flags, worker, reports, index, world_size, meet_by)
@@ -216,8 +223,23 @@ def _assemble(
             raise
         names = [peer.name for peer in peers]
         if links:
-            hook.watch = FailureDetector(links, index, names, timeout_s, activity=hook.activity)
+            hook.watch = FailureDetector(links, index, names, timeout_s, hook.activity, stay)
     return roster, assignments
+
+
+def _patience_s() -> float:
+    """How long this process waits for others that a death has ended, in seconds.
+
+    They run their scripts first, as this process did before its first start. A process that stays comes here
+    earlier, by that time; one that could not come back begins its script later.
+    """
+    now = time.monotonic()
+    began = now if processes.script_began is None else processes.script_began
+    if processes.met_first is None:
+        processes.met_first = now
+    if replacement.rejoins:
+        return _PATIENCE_S + staying.AWAY_S + 3 * (processes.met_first - began)
+    return _PATIENCE_S + (0.0 if staying.current() is None else staying.AWAY_S) + 2 * (now - began)
 
 
 def make_group(
@@ -255,12 +277,26 @@ def make_group(
         patience = datetime.timedelta(seconds=patience_s)
         dist.init_process_group(backend, store=store, rank=own.rank, world_size=world_size, timeout=patience)
         hook.prepare()
-    except BaseException:
+    except BaseException as error:
         if hook.watch is not None:
+            if is_lost_connection(error):
+                hook.watch.news(NEWS_S)  # a worker may have died
             hook.watch.announce_failure()
         raise
     atexit.register(_destroy_groups, os.getpid())
     return arena, held
+
+
+def end_session() -> None:
+    """Ends all that `meet` and `make_group` have begun in a process that stays, but the failure detector.
+
+    The groups are aborted. Arenas are as they are; a later start attaches them as a new process does.
+    """
+    atexit.unregister(_destroy_groups)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    close_attached()
+    hook.watch, hook.activity = None, Activity()
 
 
 def _destroy_groups(pid: int) -> None:
@@ -276,7 +312,7 @@ def connect_store(address: str, port: int, index: int, timeout: datetime.timedel
     Raises:
         RendezvousError: no store answers.
     """
-    agents = _has_agents_store()
+    agents = has_agents_store()
     if agents and index == 0 and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         # Surviving agents keep the address of the first round's store and don't send it to a new agent
         # (torch 2.13); if the host of that store is lost, they even continue with a dead address.
@@ -300,7 +336,8 @@ def connect_store(address: str, port: int, index: int, timeout: datetime.timedel
         ) from error
 
 
-def _has_agents_store() -> bool:
+def has_agents_store() -> bool:
+    """Whether the launcher keeps a store for its workers, which outlives them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

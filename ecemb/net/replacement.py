@@ -36,6 +36,8 @@ class End(IntEnum):
 
 predecessors: int = 0
 """Number of workers that this process's `ecemb-run` has replaced before it, without a restart by torchrun."""
+rejoins: int = 0
+"""How often this process has stayed after another worker's death, and met the others again."""
 
 _END, _PROGRESS = 0, 1  # bytes of the page
 _page: mmap.mmap | None = None
@@ -60,8 +62,8 @@ def begin(page: mmap.mmap | None, replaced: int) -> None:
         page: shared with the fork server; None if it may not be replaced.
         replaced: number of its predecessors.
     """
-    global _page, predecessors
-    _page, predecessors = page, replaced
+    global _page, predecessors, rejoins
+    _page, predecessors, rejoins = page, replaced, 0
 
 
 def is_possible() -> bool:
@@ -74,6 +76,11 @@ def is_due() -> bool:
     return _page is not None and _page[_END] == End.PEER_DIED
 
 
+def follows_death() -> bool:
+    """Whether torchrun did not make this start, but a worker's death: some workers may not come."""
+    return predecessors + rejoins > 0
+
+
 def join() -> None:
     """This process takes part in a job from here on."""
     _write(End.IF_KILLED)
@@ -82,6 +89,23 @@ def join() -> None:
 def peer_died() -> None:
     """This process ends because another worker died; no effect after `leave`."""
     _write(End.PEER_DIED)
+
+
+def stay() -> bool:
+    """This process stays after another worker's death: it ends no more, and has made no progress yet.
+
+    Returns:
+        Whether it may: False after `leave`, or without a page.
+    """
+    global rejoins
+    if _page is None:
+        return False
+    with _lock:
+        if _page[_END] != End.PEER_DIED:
+            return False
+        _page[_PROGRESS], _page[_END] = 0, End.IF_KILLED
+        rejoins += 1
+    return True
 
 
 def leave() -> None:

@@ -480,12 +480,12 @@ def _text(data: bytes) -> str:
 Domains = tuple[str, ...]
 Resolve = Callable[[str], Domains]
 
-_MAGIC = b"ecembR03"
+_MAGIC = b"ecembR04"
 _HEAD = struct.Struct("<8sqqqBII")  # magic, generation, its id, opened, finished, workers, reports
 _COUNT = struct.Struct("<I")
 _TEXT = struct.Struct("<H")
 _WORDS = struct.Struct("<Bqqqqqqq")  # state, joined, its id, opened, committed, prepared, undeclared; fill
-_WORKER = struct.Struct("<IIIIH")  # host, nonce, addresses; pid; port
+_WORKER = struct.Struct("<IIIIIH")  # host, nonce, addresses, the arena that it keeps; pid; port
 _REPORT = struct.Struct("<IIIIqIIIIBB")  # host, folder, file, damage; holder; words, id, rank, domains; flags
 _DIGEST_BYTES = 16
 _NOTHING = 0xFFFFFFFF
@@ -528,7 +528,14 @@ def write_roster(roster: Roster) -> bytes:
     """Packs a roster. Of the constants of arenas, it writes only the `Identity`."""
     texts, words, domains = _Table(), _Table(), _Table()
     workers = [
-        _WORKER.pack(texts[one.host], texts[one.nonce], texts[",".join(one.addresses)], one.pid, one.port)
+        _WORKER.pack(
+            texts[one.host],
+            texts[one.nonce],
+            texts[",".join(one.addresses)],
+            texts[one.keeps],
+            one.pid,
+            one.port,
+        )
         for one in roster.workers
     ]
     reports = [_report(one, texts, words, domains) for one in roster.reports]
@@ -672,9 +679,11 @@ def _words(state: int, *numbers: int) -> dict[str, int]:
     return {"state": State(state), **dict(zip(names, numbers, strict=True))}
 
 
-def _worker(texts: Sequence[str], host: int, nonce: int, addresses: int, pid: int, port: int) -> Worker:
+def _worker(
+    texts: Sequence[str], host: int, nonce: int, addresses: int, keeps: int, pid: int, port: int
+) -> Worker:
     each = tuple(str(ipaddress.ip_address(one)) for one in texts[addresses].split(",") if one)
-    return Worker(texts[host], texts[nonce], pid, each, port)
+    return Worker(texts[host], texts[nonce], pid, each, port, texts[keeps])
 
 
 def _found(

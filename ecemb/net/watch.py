@@ -47,6 +47,7 @@ from ..kernels.threads import without_signals
 from . import error_file, replacement
 from .error_file import Activity, Failure
 from .links import Link, drop, neighbours, pair
+from .staying import Stay
 from .wording import listed
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -113,6 +114,10 @@ class FailureDetector:
         names: index -> name of the worker, for messages.
         timeout_s: a longer silence counts as a death.
         activity: the place of this worker's main thread, sent to ranks that wait for it.
+        stay: how this process stays after a worker's death; None: it ends.
+
+    Attributes:
+        stays: whether a worker's process has died, and this process stays: its main thread has to come back.
     """
 
     def __init__(
@@ -122,7 +127,10 @@ class FailureDetector:
         names: Sequence[str],
         timeout_s: float,
         activity: Activity | None = None,
+        stay: Stay | None = None,
     ) -> None:
+        self.stays: bool = False
+        self._stay = stay
         self._links = {link.fileno(): link for link in links}
         self._silence_s = {link.peer: 0.0 for link in links}
         self._index, self._names, self._timeout_s = index, names, timeout_s
@@ -188,14 +196,16 @@ class FailureDetector:
                 replacement.peer_died()
             elif self._death is not None:
                 replacement.leave()
+            self.stays = self._stay is not None and self._stay.is_possible and replacement.is_due()
             self._decided.set()
             if self._death is not None:
                 self._send_to_all(self._death.pack())
-                end_process(
-                    self._verdict(self._death),
-                    briefly=self._another_rank_reports(self._death),
-                    own=self._activity.failure,
-                )
+                if not self._main_thread_returns(self._death):
+                    end_process(
+                        self._verdict(self._death),
+                        briefly=self._another_rank_reports(self._death),
+                        own=self._activity.failure,
+                    )
             elif self._last_word is not None:
                 self._send_to_all(self._last_word)
                 self._await_hang_ups()
@@ -209,6 +219,24 @@ class FailureDetector:
                 link.close()
             drop(self._wake)
             drop(self._alarm)
+
+    def _main_thread_returns(self, death: _Death) -> bool:
+        """Whether this process stays, and its main thread is back in time."""
+        if self._stay is None or not self.stays:
+            return False
+        level = logging.DEBUG if self._another_rank_reports(death) else logging.WARNING
+        text = "%s; this process stays, and goes on from its arena"
+        report_within(REPORT_S, lambda: logger.log(level, text, self._verdict(death)))
+        self._at_exit.cancel()
+        return self._stay.await_return()
+
+    def owns(self, thread: threading.Thread) -> bool:
+        """Whether a thread is this object's."""
+        return thread is self._thread
+
+    def join(self) -> None:
+        """Waits for the thread's end, after the main thread is back."""
+        self._thread.join()
 
     def _watch(self) -> _Death | None:
         """Listens until a worker has died (returned), or this worker stops (None)."""

@@ -51,7 +51,7 @@ from ..kernels import contract
 from ..kernels.threads import share_of_processors
 from ..memory.arena import Arena
 from ..memory.rank_memory import RankMemory
-from ..net import processes
+from ..net import processes, replacement
 from ..net.collectives import Fabric, Transport
 from ..net.links import Listener, Peer, connect, neighbours
 from ..net.mesh import Mesh, Notes
@@ -62,7 +62,7 @@ from ..recovery.plan import RecoveryPlan
 from ..recovery.requester import Requester
 from ..recovery.server import Server
 from ..recovery.state_slices import gathered
-from ..session import Session
+from ..session import Session, end_for_a_new_process
 from ..state import rank_state as rank_states
 from ..state.rank_state import RankState
 from .agree import HostFolder, World, negotiate
@@ -165,10 +165,14 @@ def _moved(start: Start, old: OldArenas, kernels: contract.Kernels) -> tuple[Ran
 
 
 def _before(session: Session) -> dict[str, float]:
-    """Seconds from the start of this process to this call, by phase; see `RecoveryReport.before_s`."""
-    began, now = processes.made_at(), time.monotonic()
+    """Seconds from the start of this process to this call, by phase; see `RecoveryReport.before_s`.
+
+    In a process that stayed, from the moment at which its last session had ended.
+    """
+    stayed = None if session.stay is None else session.stay.began
+    began, now = stayed or processes.made_at(), time.monotonic()
     seconds: dict[str, float] = {}
-    if processes.script_began is not None:
+    if processes.script_began is not None and stayed is None:
         seconds["fork"] = max(0.0, processes.script_began - began)
         began = processes.script_began
     seconds["script"] = max(0.0, now - began - session.joined_s)
@@ -198,6 +202,9 @@ def _agree(session: Session, asked: Callable[[], Request], if_it_fails: ExitStac
     with watch.phase("agree"), HostFolder(session.directory, session.hosts, session.rank) as folder:
         transport = control_group(session, notes=True)
         if_it_fails.callback(transport.hang_up)
+        if session.stay is not None:
+            session.stay.at_hang_up(transport.hang_up)
+            session.stay.at_end(transport.disconnect)
         request, training = transport.together(
             "checking arguments, the model and its optimizers", lambda: _examined(asked, folder)
         )
@@ -205,6 +212,10 @@ def _agree(session: Session, asked: Callable[[], Request], if_it_fails: ExitStac
         held = None if history is None or is_of_other_ranks(history, session) else (history.n, history.k)
         request = transport.together("choosing a code", lambda: _with_code(request, session, held, folder))
         world = negotiate(session, request, transport, training, history, folder.sees)
+    if session.stay is not None:
+        session.stay.at_end(training.buckets.end)
+    if replacement.rejoins and (world.plan.begins or world.old is not None):
+        end_for_a_new_process("the job does not go on from the memory of all ranks as they were")
     start = Start(session, request, transport, training, world, watch, earlier=session.arena)
     if session.check is not None:
         raise Surveyed(survey(start))
@@ -268,6 +279,9 @@ def _recover(start: Start, memory: RankMemory) -> tuple[RecoveryReport, Backgrou
                     background = Requester(memory, partners, plan, start.session.activity)
                 else:
                     background = Server(memory, partners, plan)
+                if start.session.stay is not None:
+                    start.session.stay.at_hang_up(partners.hang_up)
+                    start.session.stay.at_end(background.end)
                 background.start()
             with start.watch.phase("rebuild"):
                 _fetch_first(memory, tables, background, uploader)

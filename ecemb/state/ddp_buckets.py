@@ -88,6 +88,13 @@ class GradientBuckets:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
 
+    def end(self) -> None:
+        """Removes all hooks, in a process that stays after a peer's death. May be called twice."""
+        for handles in self._handles:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+
     def _arrived(self, number: int, index: int, _: torch.Tensor) -> None:
         module, orders = self._modules[number], self._orders[number]
         if isinstance(module.module, _Rehearsal) or not module.require_forward_param_sync:
@@ -109,6 +116,11 @@ class GradientBuckets:
 def note_made() -> None:
     """From here on, records every DistributedDataParallel that is created. Further calls do nothing."""
     register_module_module_registration_hook(_note)
+
+
+def alive() -> list[DistributedDataParallel]:
+    """The modules that were created since `note_made`, and are still referred to."""
+    return list(_made)
 
 
 def _note(holder: nn.Module, name: str, held: nn.Module | None) -> None:

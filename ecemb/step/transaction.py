@@ -54,7 +54,7 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from ..engines.device_image import Images, StagedRows
-from ..errors import NotEnoughSpace, UsageError
+from ..errors import NotEnoughSpace, PeerFailure, UsageError
 from ..kernels.contract import Ids
 from ..kernels.threads import IdleProcessors, hand_over, to_the_end
 from ..memory.journal import RowJournal
@@ -62,7 +62,7 @@ from ..memory.private_files import lost_name
 from ..memory.rank_memory import RankMemory
 from ..net import error_file
 from ..net.collectives import Transport
-from ..net.error_file import Activity, cause_of, is_lost_connection
+from ..net.error_file import Activity, cause_of, follows, is_lost_connection
 from ..net.watch import EXIT_UNDECIDED, FailureDetector, say_last_words
 from ..net.wording import short
 from ..net.worker_exit import NEWS_S, hook
@@ -296,6 +296,7 @@ class Transactions:
 
     def close(self) -> None:
         """Ends the commit thread, if there is one; the last call."""
+        self._throttle.hurry()
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -452,6 +453,7 @@ class Transactions:
         if pending is not None and not pending.cancel():
             to_the_end(lambda: wait([pending]))  # the commit thread owes other ranks rounds of the vote
         if self._is_undecided:
+            self.in_flight = None  # where the process stays, no write may be saved in the journal any more
             end_process(transaction, error)
         if isinstance(error, (NotEnoughSpace, MemoryError)):
             self.window.run_out()
@@ -837,9 +839,17 @@ def end_process(transaction: int, error: BaseException) -> NoReturn:
     Args:
         transaction: The prepared transaction.
         error: The error that occurred after `prepared` was stored.
+
+    Raises:
+        PeerFailure: a worker died, and this process stays: its arena is as it is, and it begins again.
     """
     if hook.watch is not None and (cause_of(error) is not None or is_lost_connection(error)):
         hook.watch.news(NEWS_S)  # whether a worker died, and this process is replaced
+    if hook.watch is not None and hook.watch.stays:
+        text = (
+            f"step {transaction - 1} is prepared but undecided on this rank: recovery decides from the arenas"
+        )
+        raise follows(PeerFailure(text)) from error
     logger.critical(
         "step %d is prepared but undecided on this rank (%s: %s); ending the process, so that "
         "recovery decides from the arenas",

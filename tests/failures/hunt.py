@@ -3,9 +3,10 @@
     python tests/failures hunt [--kills 200] [--seed N]
 
 Trainings under stock torchrun and `ecemb-run`; at random moments some of their processes are killed, of one
-kind or of all at once. A torchrun that was killed is launched again under the same id. Ends with code 1 if a
-process outlives its starter, if a start does not come through, if a socket or a file is left at the end, or
-if a training ends with other bits than an undisturbed one that started cold.
+kind or of all at once. A torchrun that was killed is launched again under the same id. In every other
+training the processes stay when another one dies (`ecemb.run`). Ends with code 1 if a process outlives its
+starter, if a start does not come through, if a socket or a file is left at the end, or if a training ends
+with other bits than an undisturbed one that started cold.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from support.warm_starts import TRAINS, Home, home
+from support.warm_starts import STAYS, TRAINS, Home, home
 
 KINDS = ("torchrun", "stub", "server", "worker")
 KILLS_OF_A_RUN = 10  # then it may end
@@ -42,10 +43,11 @@ class Training:
         here: where it runs.
         job: its name, and torchrun's id.
         warm: whether `ecemb-run` starts its workers.
+        script: that they run.
     """
 
-    def __init__(self, here: Home, job: str, *, warm: bool) -> None:
-        self._here, self._job, self._warm = here, job, warm
+    def __init__(self, here: Home, job: str, *, warm: bool, script: str = "train.py") -> None:
+        self._here, self._job, self._warm, self._script = here, job, warm, script
         self.launch()
 
     def launch(self) -> None:
@@ -54,7 +56,7 @@ class Training:
         options += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={self._job}"]
         command = self._here.command(options=()) if self._warm else [sys.executable]
         script = [
-            "train.py",
+            self._script,
             str(self._here.folder),
             str(self._here.arena_dir),
             self._job,
@@ -150,10 +152,10 @@ def until(holds: Callable[[], bool], otherwise: str, training: Training) -> None
 
 
 def disturbed(
-    here: Home, job: str, kills: int, choice: random.Random
+    here: Home, job: str, kills: int, choice: random.Random, script: str
 ) -> tuple[list[str], list[Counter[str]]]:
     """A training with this many moments of kills, or fewer: its digests, and what died in each."""
-    training = Training(here, job, warm=True)
+    training = Training(here, job, warm=True, script=script)
     moments: list[Counter[str]] = []
     while len(moments) < kills:
         training.await_kind(choice.choice(AWAITED))
@@ -182,10 +184,12 @@ def hunt(kills: int, seed: int) -> Counter[str]:
     with home() as here:
         here.environment["OMP_NUM_THREADS"] = "1"
         here.write("train.py", TRAINS)
+        here.write("stays.py", STAYS)
         calm = Training(here, "calm", warm=False).end()
         while moments < kills:
             now = min(KILLS_OF_A_RUN, kills - moments)
-            digests, of_run = disturbed(here, f"run-{number}", now, choice)
+            script = "stays.py" if number % 2 == 0 else "train.py"
+            digests, of_run = disturbed(here, f"run-{number}", now, choice, script)
             if digests != calm:
                 raise Broken(f"run {number} of seed {seed} ended with other bits than an undisturbed one")
             died += sum(of_run, Counter())

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ AGENT = "torch.distributed.run"
 LIGHT = ("--no-preload", "torch,ecemb,encodings")
 """Nothing is imported ahead: such a server is there at once, and forks as any other."""
 
-TRAINS = """
+_BEGINS = """
 import hashlib, os, signal, sys
 from pathlib import Path
 import torch
@@ -37,12 +38,18 @@ def end_if_finished(kind, *error):
 sys.excepthook = end_if_finished
 torch.sparse.check_sparse_tensor_invariants.disable()
 out, arenas, job, killed, steps = Path(sys.argv[1]), *sys.argv[2:6]
+
+def build():
+    torch.manual_seed(3)
+    table = ecemb.nn.ShardedEmbeddingBag(500, 8, device="meta", name="table")
+    model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(8, 1)})
+    sparse = torch.optim.Adagrad(model["table"].parameters(), lr=0.1)
+    return model, sparse, torch.optim.Adam(model["top"].parameters())
+
+"""
+_TRAINS = """
 ecemb.init_process_group("gloo", job=job, arena_dir=arenas)
-torch.manual_seed(3)
-model = torch.nn.ModuleDict({"table": ecemb.nn.ShardedEmbeddingBag(500, 8, device="meta", name="table"),
-                             "top": torch.nn.Linear(8, 1)})
-sparse = torch.optim.Adagrad(model["table"].parameters(), lr=0.1)
-dense = torch.optim.Adam(model["top"].parameters())
+model, sparse, dense = build()
 rank = dist.get_rank()
 torch.manual_seed(10 + rank)
 guard = ecemb.protect(model, optimizers=[sparse, dense], code=ecemb.Code(n=2, k=1), failure_domain="rank")
@@ -68,7 +75,11 @@ told += [os.environ["TORCHELASTIC_RESTART_COUNT"], guard.stats()["replaced"]]
 guard.close()
 dist.destroy_process_group()
 """
+TRAINS = _BEGINS + _TRAINS
 """Two ranks: folder of results, folder of arenas, job, ranks that kill themselves once, number of steps."""
+_KEEPS = _TRAINS.replace("build()", "place.keep('model', build)")
+STAYS = f"{_BEGINS}def train(place):\n{textwrap.indent(_KEEPS, '    ')}\necemb.run(train)\n"
+"""The same training in processes that stay when the other one dies."""
 
 SLEEPS = "import os, time\nprint(os.getpid(), os.getppid(), flush=True)\ntime.sleep(1000)"
 """Names its process and its server."""

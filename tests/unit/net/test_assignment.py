@@ -55,6 +55,22 @@ def test_ranks_follow_their_memory_wherever_torchrun_puts_the_workers() -> None:
     assert all(assignment.arena_id == f"{assignment.rank:08x}" for assignment in assignments)
 
 
+def test_a_worker_that_stayed_gets_its_own_arena_again() -> None:
+    """Also if the memory of lower ranks on its host is lost, or other workers would come first."""
+    reports = [report(rank, "a", "aaaa") for rank in (1, 3)]
+    for keeps in ([None, 1, None, 3], [None, None, None, 3], [3, None, 1, None], [7, 1, 7, None]):
+        workers = [
+            dataclasses.replace(one, keeps="" if rank is None else f"{rank:08x}")
+            for one, rank in zip(workers_on("aaaa"), keeps, strict=True)
+        ]
+        assignments = assign(workers, reports)
+        assert sorted(one.rank for one in assignments) == [0, 1, 2, 3]
+        assert sorted(one.arena_id or "" for one in assignments) == ["", "", f"{1:08x}", f"{3:08x}"]
+        for one, rank in zip(assignments, keeps, strict=True):
+            if rank in (1, 3):
+                assert one == Assignment(rank, f"{rank:08x}")
+
+
 def test_a_new_host_takes_a_lost_hosts_ranks_whole() -> None:
     """Section 2.5: failure domains stay what the position table says."""
     domains = "abcabcabc"  # b and c are lost; x and y come in their place

@@ -514,7 +514,7 @@ def test_a_store_that_ends_is_said_to_have_ended() -> None:
 def test_a_roster_comes_back_as_it_was() -> None:
     reports = (report(0, "a", "ab"), Report("a", "/a/x", None, "the checksum doesn't match", 12))
     named = dataclasses.replace(reports[0], path="/a/00000000.arena", holder=0)
-    workers = (Worker("a", "1", 7, ("10.0.0.1", "fe80::1"), 65535), Worker("b", "2"))
+    workers = (Worker("a", "1", 7, ("10.0.0.1", "fe80::1"), 65535, "00000007"), Worker("b", "2"))
     roster = Roster(2**62, 2**62 - 1, "abc", False, workers, (*reports, named), "ab" * 16, 2**61)
     tables = {roster_module.digest(("a", "b")): ("a", "b")}
     assert roster_module.read_roster(roster_module.write_roster(roster), tables.__getitem__) == roster
