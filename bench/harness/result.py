@@ -28,6 +28,9 @@ from bench.harness.isal import IsalUnavailable, load
 
 Label = str | int | float
 
+_OURS = ("baselines", "bench", "ecemb", "examples", "tests")
+"""Folders of the checkout with modules; an environment may lie beside them."""
+
 FIXED = ("metric", "value", "unit", "low", "high", "repeats")
 """A row's keys besides its labels."""
 
@@ -237,7 +240,7 @@ def sources() -> dict[str, str]:
     found: dict[str, str] = {}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "/")
-        if path.suffix == ".py" and path.is_relative_to(ROOT) and path.is_file():
+        if path.suffix == ".py" and any(path.is_relative_to(ROOT / top) for top in _OURS) and path.is_file():
             content = path.read_bytes()
             blob = hashlib.sha1(b"blob %d\0" % len(content) + content)
             found[str(path.relative_to(ROOT))] = blob.hexdigest()
