@@ -28,6 +28,7 @@ from .memory.scan import Directory
 from .net import rendezvous, replacement, staying
 from .net.assignment import Assignment, Roster
 from .net.error_file import Activity
+from .net.network import Network
 from .net.staying import Stay
 from .net.watch import FailureDetector, end_process
 from .net.wording import counted, listed
@@ -74,6 +75,7 @@ class Session:
         activity: current activity of this process's main thread.
         joined_s: duration of `init_process_group`, in seconds.
         protected: whether `protect` has made a guard.
+        network: makes the connections among the ranks; a simulation hands over its own.
         check: set if the script is only checked: it ends where it calls `protect`; otherwise None.
         stay: how this process stays after another worker's death; None if its script does not provide for it.
     """
@@ -95,6 +97,7 @@ class Session:
     holders: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     joined_s: float = 0.0
     protected: bool = False
+    network: Network = dataclasses.field(default_factory=Network)
     check: Check | None = None
     stay: Stay | None = None
 

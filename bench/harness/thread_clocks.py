@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from unittest import mock
 
-from ecemb.start import opening
+from ecemb.net import network
 
 _PER_THREAD, _SCHEDULED = 4, 2  # bits of a clock's number, from the kernel's posix-timers.h
 
@@ -23,7 +23,7 @@ def threads() -> set[int]:
 
 def with_own_network() -> AbstractContextManager[object]:
     """A guard that is made within has a gloo thread of its own, so that its clock can be read."""
-    return mock.patch.object(opening, "training_devices", tuple)
+    return mock.patch.object(network, "training_devices", tuple)
 
 
 class ThreadClocks:

@@ -65,6 +65,7 @@ class Mesh:
         world_size: number of ranks.
         timeout_s: longest time of a wait in which no byte is sent or received.
         activity: shows that the main thread waits.
+        move: sends and receives in place of `loop`, by the same arguments; None: `loop`.
 
     Attributes:
         timeout_s: as given.
@@ -79,8 +80,10 @@ class Mesh:
         world_size: int,
         timeout_s: float,
         activity: Activity | None = None,
+        move: Callable[..., int] | None = None,
     ) -> None:
         self.world_size, self.timeout_s, self._rank = world_size, timeout_s, rank
+        self._move = move
         self.activity = activity or Activity()
         self._sockets = {link.peer: link.release() for link in links}
         self._end = kept_by(self, list(self._sockets.values()))
@@ -89,6 +92,11 @@ class Mesh:
     def peers(self) -> list[int]:
         """The ranks at the other ends."""
         return list(self._sockets)
+
+    @property
+    def move(self) -> Callable[..., int]:
+        """Sends and receives the bytes of channels, see `loop`."""
+        return self._move or loop()
 
     def channels(self, ranks: Sequence[int] | None = None) -> Channels:
         """This rank's end of the connections with some ranks, or with all.
@@ -184,10 +192,10 @@ class Channels:
         """
         with self._mesh.activity.waiting():
             began = last = time.monotonic()
-            wait_s, left = self._mesh.timeout_s, list[int]()
+            wait_s, left, move = self._mesh.timeout_s, list[int](), self._mesh.move
             while True:
                 ms = min(math.ceil(wait_s * 1000), _LONGEST_MS)
-                ended = loop()(*self._addresses, len(self._polled), all_sent, ms)
+                ended = move(*self._addresses, len(self._polled), all_sent, ms)
                 if ended == _OVER:
                     return
                 now = time.monotonic()

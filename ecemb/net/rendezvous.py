@@ -191,7 +191,7 @@ def _assemble(
         stay = staying.current()
         keeps = "" if stay is None else stay.arena_id
         worker = Worker(directory.host, secrets.token_hex(8), os.getpid(), addresses, listener.port, keeps)
-        reports = [_report(directory, one) for one in found]
+        reports = [report_of(directory, one) for one in found]
         try:
             roster = agree(job_flags, worker, reports, index, world_size, meet_by)
         except StoreGone:
@@ -271,8 +271,8 @@ def make_group(
         ArenaBusy: a living process holds an arena.
     """
     try:
-        arena = _claim(found, own.arena_id, own.rank, timeout_s) if own.arena_id is not None else None
-        held = tuple(_claim(found, name, own.rank, timeout_s) for name in own.held)
+        arena = claim(found, own.arena_id, own.rank, timeout_s) if own.arena_id is not None else None
+        held = tuple(claim(found, name, own.rank, timeout_s) for name in own.held)
         os.environ["RANK"] = str(own.rank)
         patience = datetime.timedelta(seconds=patience_s)
         dist.init_process_group(backend, store=store, rank=own.rank, world_size=world_size, timeout=patience)
@@ -341,7 +341,8 @@ def has_agents_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _report(directory: Directory, found: Found) -> Report:
+def report_of(directory: Directory, found: Found) -> Report:
+    """The report of an arena in a host's folder, with only the `Identity` of its constants."""
     header = found.header
     if header is not None:
         header = dataclasses.replace(header, constants=header.constants.identity)
@@ -349,7 +350,7 @@ def _report(directory: Directory, found: Found) -> Report:
     return Report(*where, header, found.damage, found.holder, found.torn, found.incompatible)
 
 
-def _claim(found: Sequence[Found], arena_id: str, rank: int, timeout_s: float) -> Arena:
+def claim(found: Sequence[Found], arena_id: str, rank: int, timeout_s: float) -> Arena:
     """Locks an arena for this worker, and checks that its header is still the reported one."""
     for one in found:
         if one.header is not None and one.header.constants.arena_id == arena_id:

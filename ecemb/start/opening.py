@@ -15,8 +15,7 @@ A check that can fail on one rank alone runs through `Transport.together`, so th
 Owns the connections that ecemb makes for itself, beside the training's own, with the session's deadline: the
 control group and its notes, which carry the collectives of the protocol; the mesh of swaps, or the fabric of
 `parity_backend`, which carry deltas; and those for requests of lost words. All are made by collective calls.
-A gloo device is a thread that polls for messages a hundred times a second, also while there are none. The
-control group uses the device of the training's group, if it has one.
+`Session.network` makes them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ from ..memory.arena import Arena
 from ..memory.rank_memory import RankMemory
 from ..net import processes, replacement
 from ..net.collectives import Fabric, Transport
-from ..net.links import Listener, Peer, connect, neighbours
+from ..net.links import Peer, neighbours
 from ..net.mesh import Mesh, Notes
 from ..net.wording import counted, listed
 from ..recovery.background import Background, partners
@@ -480,8 +479,6 @@ def _warn_of_next_loss(session: Session, world: World) -> None:
         logger.warning("the loss of host %s (%s) would be more than the code survives", host, listed(ranks))
 
 
-_ON_DEVICE = "ecemb_gloo"
-"""Name of the torch backend for gloo groups on the device of another group."""
 _WHOLE_REBUILD_S = 30 * 86400.0
 """How long a holder waits for a request, in seconds."""
 
@@ -493,14 +490,7 @@ def control_group(session: Session, *, notes: bool = False) -> Transport:
         session: This process's session.
         notes: Whether the group has notes, which carry the rounds of steps and of `barrier`.
     """
-    patience = datetime.timedelta(seconds=session.patience_s)
-    backend = "gloo"
-    if training_devices():
-        backend = _ON_DEVICE
-        if backend not in dist.Backend.backend_list:
-            dist.Backend.register_backend(backend, _on_training_devices, devices=["cpu"])
-    group = cast("dist.ProcessGroup", dist.new_group(backend=backend, timeout=patience))
-    transport = Transport(group, session.patience_s)
+    transport = session.network.control_group(session.patience_s)
     transport.activity = session.activity
     if notes:
         near = neighbours(session.rank, session.world_size)
@@ -523,44 +513,13 @@ def _mesh(session: Session, transport: Transport, near: Sequence[int], purpose: 
         near: the other ranks; each of them has this rank in its own `near`.
         purpose: appended to the secret of the handshake; different for each mesh.
     """
-    with Listener() as listener:
-        own = np.array([listener.port], np.uint64)
-        ports = {peer: np.zeros(1, np.uint64) for peer in near}
-        transport.exchange(dict.fromkeys(near, own), ports, "the ports of other ranks")
-        peers = {
-            peer: Peer(f"rank {peer} (host {session.hosts[peer]})", session.addresses[peer], int(port[0]))
-            for peer, port in ports.items()
-        }
-        secret = bytes.fromhex(session.roster.secret) + purpose
-        deadline = time.monotonic() + session.patience_s  # the longer deadline: a peer may only be busy
-        # No rank sends before all have connected: its data could be taken for a part of a handshake.
-        links = transport.together(
-            "connecting",
-            lambda: connect(listener, session.rank, session.world_size, peers, secret, deadline),
-        )
-    return Mesh(links, session.rank, session.world_size, session.patience_s, session.activity)
 
+    def peer(rank: int, port: int) -> Peer:
+        return Peer(f"rank {rank} (host {session.hosts[rank]})", session.addresses[rank], port)
 
-def training_devices() -> Sequence[Any]:
-    """The gloo devices of the training's default group; empty if it has no gloo, or torch hides them."""
-    world: Any = dist.group.WORLD
-    if world is None:  # destroyed by the script: torch raises when the next group is made
-        return ()
-    try:
-        gloo: Any = world._get_backend(torch.device("cpu"))
-    except RuntimeError:  # the group has no backend for the CPU
-        return ()
-    if not isinstance(gloo, dist.ProcessGroupGloo):
-        return ()
-    return getattr(getattr(gloo, "options", None), "_devices", ())
-
-
-def _on_training_devices(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
-    """Makes a gloo backend on the training's devices, without a new one. Called by torch for a new group."""
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices, options._timeout = training_devices(), timeout
-    return gloo(store, rank, world_size, options)
+    secret = bytes.fromhex(session.roster.secret) + purpose
+    # The longer deadline: a peer may only be busy.
+    return session.network.mesh(transport, near, peer, secret, session.patience_s, session.activity)
 
 
 def requests(session: Session, transport: Transport, plan: RecoveryPlan) -> Mesh:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from bench.harness.ports import ReservedPort
 from ecemb.net.error_file import Activity
+from ecemb.net.network import Network
 from support.fork_server import fork_server
 
 DEADLINE_S = 300.0
@@ -173,4 +174,5 @@ def session_of() -> Any:
         timeout_s=DEADLINE_S,
         patience_s=60.0,
         activity=Activity(),
+        network=Network(),
     )

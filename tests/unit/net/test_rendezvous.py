@@ -39,7 +39,7 @@ def left_behind(tmp_path: Path) -> tuple[Directory, Path]:
 def test_the_seat_gets_its_arena_locked(left_behind: tuple[Directory, Path]) -> None:
     directory, path = left_behind
     found = directory.scan(timeout_s=0)
-    arena = rendezvous._claim(found, path.stem, 0, 1)
+    arena = rendezvous.claim(found, path.stem, 0, 1)
     try:
         assert arena.header() == found[0].header
         assert directory.scan(timeout_s=0)[0].holder is not None
@@ -56,7 +56,7 @@ def test_an_arena_that_changed_after_it_was_reported_is_not_taken(
     other.set("committed", 9)
     other.close()
     with pytest.raises(RendezvousError, match="changed while this worker was claiming it"):
-        rendezvous._claim(found, path.stem, 0, 1)
+        rendezvous.claim(found, path.stem, 0, 1)
 
 
 def test_a_seat_whose_arena_is_not_on_this_host_is_an_error(
@@ -64,7 +64,7 @@ def test_a_seat_whose_arena_is_not_on_this_host_is_an_error(
 ) -> None:
     directory, _ = left_behind
     with pytest.raises(RendezvousError, match="rank 1 was given arena 12345678"):
-        rendezvous._claim(directory.scan(timeout_s=0), "12345678", 1, 1)
+        rendezvous.claim(directory.scan(timeout_s=0), "12345678", 1, 1)
 
 
 # --- the public call, as far as one process can go ----------------------------------------------

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ecemb.coding.placement import Placement
 from ecemb.errors import PeerFailure
+from ecemb.net import network
 from ecemb.recovery.plan import Rebuild, RecoveryPlan
 from ecemb.start import opening
 from support.processes import run_ranks, session_of
@@ -49,7 +50,7 @@ def shares() -> list[tuple[int, list[bytes]]]:
 
 def has_its_own() -> tuple[int, list[bytes]]:
     """As where the training has none."""
-    with mock.patch.object(opening, "training_devices", tuple):
+    with mock.patch.object(network, "training_devices", tuple):
         return opened()
 
 
@@ -65,7 +66,7 @@ def test_a_device_of_its_own_where_the_training_has_none() -> None:
 
 def connected(folder: Path) -> list[bool]:
     """Whether all ranks had connected when this one could send notes, and when it could send deltas."""
-    session, connect = session_of(), opening.connect
+    session, connect = session_of(), network.connect
 
     def late(*args: Any) -> Any:
         made = connect(*args)
@@ -73,7 +74,7 @@ def connected(folder: Path) -> list[bool]:
         (folder / f"{session.rank} {args[-2].hex()}").touch()
         return made
 
-    with mock.patch.object(opening, "connect", late):
+    with mock.patch.object(network, "connect", late):
         transport = opening.control_group(session, notes=True)
         seen = [len(list(folder.iterdir())) >= session.world_size]
         made = opening.swap_mesh(session, transport, Placement.ranks(3, 2, 3))
@@ -138,9 +139,9 @@ def test_all_waits_for_notes_and_deltas_end_when_a_rank_hangs_up() -> None:
 
 def test_a_group_without_gloo() -> None:
     group = mock.Mock()
-    with mock.patch.object(opening.dist, "group", mock.Mock(WORLD=group)):
-        assert not opening.training_devices()  # of another backend
+    with mock.patch.object(network.dist, "group", mock.Mock(WORLD=group)):
+        assert not network.training_devices()  # of another backend
         group._get_backend.side_effect = RuntimeError("no backend for cpu")
-        assert not opening.training_devices()
-    with mock.patch.object(opening.dist, "group", mock.Mock(WORLD=None)):
-        assert not opening.training_devices()
+        assert not network.training_devices()
+    with mock.patch.object(network.dist, "group", mock.Mock(WORLD=None)):
+        assert not network.training_devices()
