@@ -1,0 +1,29 @@
+"""A few seeds of the simulator, and a few of the defects that it finds. `make simulator` runs more."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulator import defects, job
+
+SEEDS = range(12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SEEDS)
+def test_a_job_ends_as_its_twin(number: int) -> None:
+    job.run(number)
+
+
+@pytest.mark.slow
+def test_a_run_follows_from_its_seed() -> None:
+    runs = [job.run(3) for _ in range(2)]
+    assert len({(one.baton.trace, one.baton.moments, one.lives) for one in runs}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["vote_is_not_awaited", "inbox_is_not_sealed", "no_undo", "failed_collective_counts"]
+)
+def test_a_planted_defect_is_found(name: str) -> None:
+    assert defects.search(defects.DEFECTS[name], range(40)) is not None
