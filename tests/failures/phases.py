@@ -454,7 +454,7 @@ def _watch_start(worker: Worker) -> None:
     around = functools.partial(_around, worker)
     _wrap(ecemb, "init_process_group", initialised)
     _wrap(rendezvous, "assign", seats)
-    around(rendezvous, "_claim", "attaching")
+    around(rendezvous, "claim", "attaching")
     _wrap(arena.Arena, "_claim", claimed)
     _wrap(guard, "open_memory", opened)
     _wrap(arena.Arena, "_fill", filled)
