@@ -260,7 +260,7 @@ def _told(name: str, plan: Plan, outcome: Outcome, wrong: str) -> bool:
     """Say how a run ended, in one piece; returns whether it failed."""
     setting = plan.setting
     loading = ", loading workers" if setting.workers else ""
-    forked = ", warm" if plan.warm else ", forked" if plan.forked else ""
+    forked = ", staying" if plan.stays else ", warm" if plan.warm else ", forked" if plan.forked else ""
     what = f"{setting.ranks} ranks, {setting.code}, {setting.optimizer}{loading}{forked}"
     lines = [f"{name}: {what}: {'FAILED' if wrong else 'identical'}, {outcome.seconds:.0f} s"]
     for (event, what), ranks in _grouped(outcome.deaths).items():

@@ -134,6 +134,11 @@ UNMADE = ("starting", "rendezvous", "attaching", "agreeing on a plan", "creating
 ROLES = ("lowest", "highest", "middle", "donor", "newcomer")
 
 
+Start = Literal["plain", "warm", "stays"]
+"""By torchrun, by `ecemb-run`, or by that with a training that `ecemb.run` calls."""
+STARTS: tuple[Start, ...] = ("warm", "stays", "plain")
+
+
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """A row, how many die, and whether their memory goes with them."""
@@ -148,9 +153,13 @@ class Cell:
         return f"{self.row}: {self.victims}, {'with memory' if self.memory else 'processes'}{setting}"
 
     @property
-    def warm(self) -> bool:
-        """Whether its workers are started by `ecemb-run`, as those of a third of the cells are."""
-        return zlib.crc32(str(self).encode()) % 3 == 0
+    def start(self) -> Start:
+        """How its workers are started: each way that of a third of the cells.
+
+        A process that stays does not start its script again.
+        """
+        start = STARTS[zlib.crc32(str(self).encode()) % 3]
+        return "warm" if start == "stays" and ROW[self.row].phase == "starting" else start
 
     @property
     def refused(self) -> bool:
@@ -219,7 +228,7 @@ class Chains:
         self._lengths = lengths
         self._forked = forked
         self._left = list(wanted)
-        self._warm = False  # how the run starts that is being drawn
+        self._start: Start = "plain"  # of the run that is being drawn
         self._random.shuffle(self._left)
         self._attempts = Counter[Cell]()
         self._roles = Deck(self._random, ROLES)
@@ -231,14 +240,15 @@ class Chains:
 
     def __iter__(self) -> Iterator[Chain]:
         while self._left:
-            first = min(self._left, key=lambda cell: (cell.setting != MAIN, cell.warm))
-            setting, self._warm = first.setting, first.warm
+            first = min(self._left, key=lambda cell: (cell.setting != MAIN, cell.start))
+            setting, self._start = first.setting, first.start
             number = self._numbers[setting]
             self._numbers[setting] += 1
             loading = 2 if setting.workers or number % 3 == 2 else 0
             chain = self._chain(setting, dataclasses.replace(setting, workers=loading))
             forked = self._forked and setting != STOCK
-            plan = dataclasses.replace(chain.plan, forked=forked, warm=self._warm)
+            warm, stays = self._start != "plain", self._start == "stays"
+            plan = dataclasses.replace(chain.plan, forked=forked, warm=warm, stays=stays)
             yield dataclasses.replace(chain, plan=plan)
 
     def missed(self, cell: Cell) -> bool:
@@ -273,7 +283,7 @@ class Chains:
 
     def _take(self, setting: Setting, when: str, most: int) -> list[Cell]:
         """Some cells that are left; a fresh start that goes live is the last one of its chain."""
-        left = [cell for cell in self._left if cell.setting == setting and cell.warm == self._warm]
+        left = [cell for cell in self._left if cell.setting == setting and cell.start == self._start]
         found = [cell for cell in left if ROW[cell.row].when == when]
         found.sort(key=lambda cell: NEEDS.index(ROW[cell.row].needs), reverse=True)  # while there are fits
         live = [cell for cell in found if ROW[cell.row].phase == "going live"]
@@ -291,7 +301,7 @@ class Chains:
         every = [Cell(row.name, *column, recovery.setting) for row in rows for column in _columns(row)]
         again = [c for c in every if c.victims <= recovery.setting.tolerated and ROW[c.row].how == "line"]
         again = self._random.sample(again, len(again))
-        for there in ([cell for cell in self._left if cell.warm == self._warm], again):
+        for there in ([cell for cell in self._left if cell.start == self._start], again):
             steps = [
                 cell
                 for cell in there
@@ -299,7 +309,7 @@ class Chains:
             ]
             if steps:
                 cell = min(steps, key=lambda cell: sum(_leaves(cell, needs) for needs in NEEDS))
-                if cell in self._left and cell.warm == self._warm:
+                if cell in self._left and cell.start == self._start:
                     self._left.remove(cell)
                 return cell
         raise ValueError(f"no failure leaves behind what {recovery} needs")

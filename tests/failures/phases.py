@@ -131,6 +131,7 @@ class Worker:
         self.main, self.beside = Course("starting"), Course("between steps")
         self._held_at: int | None = None
         self._courses = {threading.get_ident(): self.main}
+        self._has_begun = False
         self._traced: dict[str, bool] = {}
         self._take_event()
 
@@ -159,6 +160,20 @@ class Worker:
         own = [one for one in boards if one.get("round") == self._round and one.get("worker") == index]
         before = own or [one for one in boards if one.get("round") < self._round]
         return max([int(os.environ[FIRST]), *(1 + board.get("start") for board in before)])
+
+    def rejoin(self) -> None:
+        """The training begins; again in this process, perhaps, which has stayed when another one died.
+
+        The number of that start is known when the workers have met.
+        """
+        if self._has_begun:
+            self.main, self.beside = Course("rendezvous"), Course("between steps")
+            self._courses = {threading.get_ident(): self.main}
+            self.event = self._timed = self.refusal = self._held_at = None
+            for word in ("step", "resumed", "went_on_ns", "whole"):
+                self.board.set(word, -1)
+            self.board.phase = "rendezvous"
+        self._has_begun = True
 
     def meet(self, pids: Collection[int]) -> None:
         """The workers of a start have met: one of them, perhaps, in place of one that died meanwhile."""
@@ -438,6 +453,7 @@ def _watch_start(worker: Worker) -> None:
         return around
 
     def initialised(init: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        worker.rejoin()
         worker.leave()
         worker.hold("starting")
         with worker.during("rendezvous"):

@@ -170,6 +170,7 @@ class Plan:
         sabotage: a part of recovery, or a rule, that is left out on purpose, to see that it is noticed.
         forked: workers are forked from torchrun's agent (`forked_torchrun.py`), and not started as commands.
         warm: workers are commands of stock torchrun, started by `ecemb-run`, whatever `forked` is.
+        stays: the training is called by `ecemb.run`; goes with `warm`.
         soak: nothing is planned: `soak.py` kills from outside, until it says at which step to end.
         saves: after this many steps each, a checkpoint is saved, from which a start resumes that could not
             recover; 0: never.
@@ -180,6 +181,7 @@ class Plan:
     sabotage: Sabotage | None = None
     forked: bool = False
     warm: bool = False
+    stays: bool = False
     soak: bool = False
     saves: int = 0
 
@@ -191,7 +193,7 @@ class Plan:
     def read(cls, path: Path) -> Plan:
         fields = json.loads(path.read_text())
         events = tuple(_event(event) for event in fields["events"])
-        rest = {name: fields[name] for name in ("sabotage", "forked", "warm", "soak", "saves")}
+        rest = {name: fields[name] for name in ("sabotage", "forked", "warm", "stays", "soak", "saves")}
         return cls(Setting(**fields["setting"]), events, **rest)
 
 

@@ -163,7 +163,7 @@ class Results:
                 "identical": tally.identical,
                 "outcome": "refused" if tally.refused_s else "recovered",
                 **({"device": cell.setting.device} if cell.setting.device != "cpu" else {}),
-                **({"start": "warm"} if cell.warm else {}),
+                **({"start": cell.start} if cell.start != "plain" else {}),
             }
             middle = seconds[len(seconds) // 2]
             rows.append(

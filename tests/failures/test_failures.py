@@ -326,13 +326,13 @@ def test_the_matrix_has_every_phase_and_every_kind_of_death() -> None:
     assert [str(cell) for cell in cells("apply: 3*")] == ["apply: 3, processes", "apply: 3, with memory"]
 
 
-def test_a_third_of_the_cells_start_warm(seed: int) -> None:
-    every, warm = cells(), {cell for cell in cells() if cell.warm}
-    assert 0.25 < len(warm) / len(every) < 0.42
-    started: dict[bool, set[Cell]] = {True: set(), False: set()}
+def test_a_third_of_the_cells_start_each_way(seed: int) -> None:
+    started: dict[tuple[bool, bool], set[Cell]] = {}
     for plan, covered in drawn(seed):
-        started[plan.warm] |= set(covered.values())
-    assert warm <= started[True] and set(every) - warm <= started[False]
+        started.setdefault((plan.warm, plan.stays), set()).update(covered.values())
+    for start, ways in (("plain", (False, False)), ("warm", (True, False)), ("stays", (True, True))):
+        these = {cell for cell in cells() if cell.start == start}
+        assert 0.25 < len(these) / len(cells()) < 0.42 and these <= started[ways]
 
 
 def test_images_can_be_of_tables_on_a_device(seed: int) -> None:

@@ -18,6 +18,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,6 +93,21 @@ class Progress:
         vars(self).update(state_dict)
 
 
+class Kept:
+    """The model, its optimizers, and what goes with them."""
+
+    def __init__(self, setting: Setting, rank: int) -> None:
+        torch.manual_seed(1)
+        self.model = Model(setting.device if setting.apart else "meta")
+        self.sparse = OPTIMIZERS[setting.optimizer]([self.model.users.weight, self.model.items.weight])
+        self.dense = torch.optim.Adam(self.model.head.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.dense, step_size=7, gamma=0.8)
+        self.progress = Progress()
+        torch.manual_seed(100 + rank)
+        np.random.seed(200 + rank)
+        random.seed(300 + rank)
+
+
 def batches(setting: Setting, rank: int, first: int) -> Iterator[tuple[Tensor, Tensor]]:
     """From step `first` on, read ahead by the setting's workers."""
     data = Batches(rank, setting.steps)
@@ -119,11 +135,12 @@ def train(
     ends: Callable[[int], bool] = lambda step: False,
     checkpoints: Path | None = None,
     saves: int = 0,
+    place: ecemb.Place | None = None,
 ) -> None:
     """Train to the end; `say` is called with the number of each step when it begins and when it has ended.
 
     If `ends` is true of the next step's number, on all ranks, that is the end. Every `saves` steps a
-    checkpoint is saved, if there is a folder for `checkpoints`.
+    checkpoint is saved, if there is a folder for `checkpoints`. If there is a `place`, it keeps the model.
     """
     ecemb.init_process_group(
         "gloo", job="failures", arena_dir=arena_dir, host=host, timeout=timedelta(seconds=timeout_s)
@@ -131,16 +148,10 @@ def train(
     leave_out_the_compiler()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = setting.device
-    torch.manual_seed(1)
-    model = Model(device if setting.apart else "meta")
-    dense_parameters = list(model.head.parameters())
-    sparse = OPTIMIZERS[setting.optimizer]([model.users.weight, model.items.weight])
-    dense = torch.optim.Adam(dense_parameters, lr=0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(dense, step_size=7, gamma=0.8)
-    progress = Progress()
-    torch.manual_seed(100 + rank)
-    np.random.seed(200 + rank)
-    random.seed(300 + rank)
+    build = partial(Kept, setting, rank)
+    kept = build() if place is None else place.keep("all", build)
+    model, sparse, dense = kept.model, kept.sparse, kept.dense
+    schedule, progress, dense_parameters = kept.schedule, kept.progress, list(kept.model.head.parameters())
     if setting.apart and device == "cpu":  # as if that were a device of its own
         sparse_tables.is_off_arena = lambda tensor: True
     if setting.fabric:  # NCCL refuses ranks that share a device
@@ -306,6 +317,8 @@ def main() -> None:
             train(*arguments, timeout_s=SOAK_TIMEOUT_S, say=observer.look, ends=observer.ends)
         elif worker.plan.saves:
             train(*arguments, checkpoints=folder / "checkpoints", saves=worker.plan.saves)
+        elif worker.plan.stays:
+            ecemb.run(lambda place: train(*arguments, place=place))
         else:
             train(*arguments)
     except ecemb.errors.JobFinished:  # killed while it was closing: its results are there
