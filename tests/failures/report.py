@@ -109,7 +109,7 @@ class Results:
         half = WIDTH * len(counts)
         lines = [
             "",
-            f"{MAIN.ranks} ranks, {MAIN.code}, forked workers; a third of the cells by ecemb-run, a third in ecemb.run:",
+            f"{MAIN.ranks} ranks, {MAIN.code}, forked, by ecemb-run, or in ecemb.run, a third each:",
             "runs that ended bit-identical",
             "/ runs, and the longest time from the kill until every rank had committed its next step (after",
             f"a second failure, too, if one came before that). r: more than {r} losses, refused by all;",
