@@ -27,6 +27,7 @@ import torch.distributed as dist
 # otherwise at the first step of an optimizer. Imported here, before there is a group, it keeps none, and no
 # gloo thread outlives destroy_process_group().
 import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from torch.distributed import distributed_c10d
 
 from ..errors import ConfigurationError, RendezvousError
 from ..memory.arena import Arena, close_attached
@@ -295,6 +296,9 @@ def end_session() -> None:
     atexit.unregister(_destroy_groups)
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A group that a death has cut off in the making has its number, and names are numbers: the others' begin
+    # at 0, and ranks whose groups have other names don't find each other.
+    distributed_c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]
     close_attached()
     hook.watch, hook.activity = None, Activity()
 

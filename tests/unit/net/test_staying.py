@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from ecemb.net import replacement, staying
+from ecemb.net import rendezvous, replacement, staying
 from ecemb.net.error_file import is_lost_connection
 from ecemb.net.replacement import End
 from ecemb.net.staying import Stay
@@ -179,3 +180,11 @@ def test_the_page_of_a_process_that_stays_is_that_of_a_new_one(page: object) -> 
     assert replacement.read_page(page) == (End.IF_KILLED, False)  # type: ignore[arg-type]
     replacement.begin(None, 0)
     assert not replacement.stay()
+
+
+def test_the_next_groups_have_the_names_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a death has cut off `init_process_group`, which leaves no group to destroy."""
+    monkeypatch.setattr(rendezvous, "close_attached", lambda: None)
+    distributed_c10d._world.group_count = 1
+    rendezvous.end_session()
+    assert distributed_c10d._world.group_count == 0
