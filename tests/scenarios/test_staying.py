@@ -181,21 +181,28 @@ def kill(rank: int, when: int | str, **more: Any) -> dict[str, Any]:
 AT_VOTE = "at the vote on the agreement on step 4"
 
 
+# The failure matrix has the moments of the long ones, where processes stay as well.
 @pytest.mark.parametrize(
     ("job", "settings"),
     [
         ("process", {"kills": [kill(1, 4)]}),
-        ("leader", {"kills": [kill(0, 4)]}),
+        pytest.param("leader", {"kills": [kill(0, 4)]}, marks=pytest.mark.long),
         ("memory", {"kills": [kill(0, 4, loses=True)]}),
-        ("last", {"kills": [kill(2, 4, loses=True)], "rebuild": "background"}),
-        ("two", {"kills": [kill(0, 4), kill(2, 4)]}),
+        pytest.param(
+            "last", {"kills": [kill(2, 4, loses=True)], "rebuild": "background"}, marks=pytest.mark.long
+        ),
+        pytest.param("two", {"kills": [kill(0, 4), kill(2, 4)]}, marks=pytest.mark.long),
         ("undecided", {"kills": [kill(1, AT_VOTE)]}),
-        ("beside", {"kills": [kill(1, AT_VOTE, loses=False)], "overlap": True}),
+        pytest.param(
+            "beside", {"kills": [kill(1, AT_VOTE, loses=False)], "overlap": True}, marks=pytest.mark.long
+        ),
         ("window", {"kills": [kill(2, 6, loses=True)], "overlap": True, "window": 4}),
-        ("between", {"kills": [kill(1, "after 5")], "window": 4}),
+        pytest.param("between", {"kills": [kill(1, "after 5")], "window": 4}, marks=pytest.mark.long),
         ("twice", {"kills": [kill(1, 3), kill(1, 3), kill(2, 7, loses=True)]}),
         ("rejoin", {"kills": [kill(1, 4), kill(2, "in call 2 of process 0")]}),
-        ("replacement", {"kills": [kill(1, 4), kill(1, "in call 1 of process 1")]}),
+        pytest.param(
+            "replacement", {"kills": [kill(1, 4), kill(1, "in call 1 of process 1")]}, marks=pytest.mark.long
+        ),
     ],
 )
 def test_the_others_stay(here: Home, undisturbed: dict[int, str], job: str, settings: dict[str, Any]) -> None:
