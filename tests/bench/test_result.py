@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from bench import __main__ as command
-from bench.harness.result import Arguments, Row, document, once, summary, table, write
+from bench.harness.result import Arguments, Row, document, once, seal, summary, table, write
 
 ROWS = [
     summary("update_ns_per_row", "ns", [3.0, 1.0, 2.5], kernel="cpu", r=2),
@@ -40,20 +40,20 @@ def test_a_row_that_makes_no_sense() -> None:
 
 def test_the_document_has_the_keys_of_the_form(tmp_path: Path) -> None:
     content = document("kernels", Arguments(seed=7), ROWS)
-    assert list(content) == ["question", "commit", "machine", "versions", "seed", "rows"]
+    assert list(content) == ["question", "commit", "machine", "versions", "seed", "sources", "rows"]
     assert content["seed"] == 7
     assert {"processor", "cores", "memory_bytes", "system"} == set(content["machine"])
     assert {"python", "numpy"} <= set(content["versions"])
     path = tmp_path / "raw.json"
     write(path, content)
-    assert json.loads(path.read_text()) == content
+    assert json.loads(path.read_text()) == {**content, "seal": seal(content)}
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_document_says_how_it_was_made() -> None:
     arguments = Arguments(True, 3, "sparse", "dlrm", (Path("a/b.json"),), "2", ("criteo", Path("c/d")))
     content = document("overhead", arguments, ROWS, 1.234)
-    assert list(content)[4:] == ["seed", "command", "minutes", "quick", "rows"]
+    assert list(content)[4:] == ["seed", "command", "minutes", "quick", "sources", "rows"]
     assert content["command"] == (
         "python -m bench overhead --engine sparse --setting dlrm --trace b.json --system 2 --data criteo d "
         "--seed 3 --quick"
