@@ -185,9 +185,9 @@ AT_VOTE = "at the vote on the agreement on step 4"
 @pytest.mark.parametrize(
     ("job", "settings"),
     [
-        ("process", {"kills": [kill(1, 4)]}),
+        pytest.param("process", {"kills": [kill(1, 4)]}, marks=pytest.mark.long),
         pytest.param("leader", {"kills": [kill(0, 4)]}, marks=pytest.mark.long),
-        ("memory", {"kills": [kill(0, 4, loses=True)]}),
+        pytest.param("memory", {"kills": [kill(0, 4, loses=True)]}, marks=pytest.mark.long),
         pytest.param(
             "last", {"kills": [kill(2, 4, loses=True)], "rebuild": "background"}, marks=pytest.mark.long
         ),

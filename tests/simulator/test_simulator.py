@@ -6,7 +6,7 @@ import pytest
 
 from simulator import defects, job
 
-SEEDS = range(12)
+SEEDS = range(6)
 
 
 @pytest.mark.slow
