@@ -38,8 +38,8 @@ def train(folder: Path, silence_s: float) -> None:
     start = int(os.environ["DETECTION_FIRST"]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     detector_type = rendezvous.FailureDetector
 
-    def detector(links: Any, index: int, names: Any, _: float, **rest: Any) -> Any:
-        return detector_type(links, index, names, silence_s, **rest)
+    def detector(links: Any, index: int, names: Any, _: float, *rest: Any) -> Any:
+        return detector_type(links, index, names, silence_s, *rest)
 
     # The rendezvous keeps its own deadline: a start takes long on a busy machine.
     rendezvous.FailureDetector = detector

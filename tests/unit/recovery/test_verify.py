@@ -335,7 +335,7 @@ def test_a_rank_that_leaves_a_comparison_takes_no_further_step() -> None:
     guard._background, guard._tables = SimpleNamespace(is_over=True), SimpleNamespace(verify=None)
     guard._verifier = SimpleNamespace(is_due=lambda step: True, compare=compare)
     guard._failed = guard._cause = None
-    guard._closed = ""
+    guard._closed, guard._session = "", SimpleNamespace(watch=None)
     with pytest.raises(KeyboardInterrupt):
         guard._verify()
     with pytest.raises(StepFailed, match="comparing parity with rows after step 6 was interrupted"):
