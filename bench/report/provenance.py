@@ -102,13 +102,14 @@ def stale(results: Path = RESULTS) -> dict[str, str]:
     """
     _need_history()
     found: dict[str, str] = {}
-    for name, document in _documents(results).items():
+    documents = _documents(results)
+    for name, document in documents.items():
         commit = document["commit"].partition("-dirty")[0]
         if not _known(commit):
             found[name] = "its commit is not in the history"
         elif changed := _changed(document["question"], commit):
             found[name] = f"changed since: {', '.join(changed)}"
-    for name, document in _documents(results).items():
+    for name, document in documents.items():
         inputs = [Path(path).name for path in CODE[document["question"]] if path.endswith(".json")]
         if name not in found and (old := [one for one in inputs if one in found]):
             found[name] = f"starts from what is stale: {', '.join(old)}"
@@ -192,8 +193,8 @@ def _is_before_seals(commit: str) -> bool:
 
 def _of_other_commits(sources: Mapping[str, str], commit: str) -> list[str]:
     """Those of some files, path -> git's id, that are others in a commit."""
-    lines = _git("ls-tree", "-r", "--format=%(objectname) %(path)", commit).splitlines() if sources else []
-    there = {path: blob for blob, _, path in (line.partition(" ") for line in lines)}
+    lines = _git("ls-tree", "-r", commit).splitlines() if sources else []  # "mode type id<tab>path"
+    there = {path: about.split()[-1] for about, _, path in (line.partition("\t") for line in lines)}
     return [path for path, blob in sources.items() if there.get(path) != blob]
 
 

@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..coding.code import Code
+from ..kernels.threads import MOST_THREADS
 from ..step.interval import best
 from .job import Job
 
@@ -41,9 +42,6 @@ APPLY_S_PER_GB = 0.5
 SHARE, AT_ONCE_S = 0.04, 0.005
 """Share of a processor that a commit takes beside training that keeps processors busy, and what it takes
 before its first rest: as in `ecemb.step.transaction.CommitThrottle`."""
-MOST_THREADS = 8
-"""Most threads of a rank's kernels, as in `ecemb.kernels.threads.share_of_processors`. They share the work of
-`delta`; to scatter records, to look rows up and to change parity takes one thread (`ecemb.kernels.cpu`)."""
 STEP_S = 0.4e-3
 """Processor time of a step's begin and end: `other` and `watch` of overhead.json."""
 COMMIT_S = 0.8e-3
@@ -251,7 +249,11 @@ def cost_of(job: Job, code: Code, steps: int | None = None) -> WindowCost:
 
 
 def threads_of(job: Job) -> int:
-    """Threads of a rank's kernels."""
+    """Threads of a rank's kernels, as `share_of_processors` has them.
+
+    They share the work of `delta`; to scatter records, to look rows up and to change parity takes one thread
+    (`ecemb.kernels.cpu`).
+    """
     return max(1, min(MOST_THREADS, job.cores // job.ranks_per_host))
 
 

@@ -272,6 +272,20 @@ def test_a_guard_shows_itself_in_a_line(tmp_path: Path) -> None:
 # --- a step that fails on one of several ranks ---------------------------------------------------
 
 
+def count_kernel_threads(folder: Path, meet: Barrier) -> int:
+    torch.set_num_threads(1)
+    initialise(folder)
+    with mock.patch.object(os, "sched_getaffinity", return_value=set(range(7))):
+        guard = bags(users=12).protect(2, 1)
+    threads = guard._memory.kernels._team.threads
+    guard.close()
+    return threads
+
+
+def test_ranks_share_the_processors_of_their_host_whatever_torch_takes(tmp_path: Path) -> None:
+    assert launch(2, count_kernel_threads, tmp_path) == [3, 3]
+
+
 def fail_on_rank_1(folder: Path, meet: Barrier) -> tuple[int, dict[str, str]]:
     initialise(folder)
     rank = dist.get_rank()

@@ -37,3 +37,8 @@ def test_they_compile_for_it(monkeypatch: pytest.MonkeyPatch, processor: str) ->
     machine = target.create_target_machine(cpu=processor, opt=2, jit=True)
     for loop in written:
         assert machine.emit_object(binding.parse_assembly(str(loop.module)))
+
+
+def test_loops_are_compiled_once_in_a_process_for_any_number_of_threads() -> None:
+    one, two = cpu.Cpu(threads=1), cpu.Cpu(threads=2)
+    assert one._copy is two._copy and one._add is two._add
