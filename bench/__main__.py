@@ -42,7 +42,7 @@ QUESTIONS = {
     "quality": "what quality a model ends with after failures, under each way of surviving them (--data)",
     "quantization": "what rows lose in being stored in a few bits, and how fast they are",
     "rebuild": "how soon training goes on, and how fast, while lost memory is rebuilt beside it",
-    "recovery": "how long a failure stops the training, started cold and warm, and how fast a rebuild is",
+    "recovery": "how long a failure stops the training, by how processes start, and how fast a rebuild is",
     "scaling": "what protection costs a rank when there are more ranks",
     "simulate": "which method and which code are enough on 16 to 4096 hosts, by simulation (--trace)",
     "start": "whether many ranks start, and recover a lost one, and what the store has to hold (--setting)",

@@ -257,12 +257,20 @@ EXCERPTS: Mapping[str, tuple[Excerpt, ...]] = {
     ),
     "recovery": (
         Excerpt("From a kill to the next step", ("kill_to_step_s",), columns_of="start"),
+        Excerpt("The same, over a warm start by torchrun", ("over_warm",), columns_of="start"),
+        Excerpt(
+            "Phases of a recovery of a process",
+            ("recovery_phase_s",),
+            {"kind": ("process",), "table_bytes": (64 << 20,), "engine": ("sparse",)},
+            columns_of="start",
+        ),
         Excerpt(
             "Phases of a recovery with 256 MiB of lost memory",
             ("recovery_phase_s",),
             _LOST,
             columns_of="start",
         ),
+        Excerpt("Processes that stayed, of those that were not killed", ("stayed",)),
         Excerpt("What ecemb adds to a restart", ("added_recovery_s",)),
         Excerpt("How fast lost memory is rebuilt", ("rebuild_gb_per_s",)),
         Excerpt("Speed of a rebuild, over that of plain messages", ("rebuild_over_wire",)),

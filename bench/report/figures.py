@@ -2,8 +2,9 @@
 
 What lies between `<!-- picture: QUESTION -->`, alone on its line, and `<!-- end -->` is replaced by a
 picture; what follows `<!-- methods: compare -->`, `<!-- choices: compare -->`, `<!-- shares: simulate -->`,
-`<!-- mtbfs: simulate -->` or `<!-- verdicts: simulate -->` by that of `bench.report.choosing`; and
-`<!-- versions: compat -->` by that of `bench.report.versions`.
+`<!-- mtbfs: simulate -->` or `<!-- verdicts: simulate -->` by that of `bench.report.choosing`;
+`<!-- restarts: recovery -->` by that of `bench.report.restarts`; and `<!-- versions: compat -->` by that of
+`bench.report.versions`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from bench import RESULTS, ROOT
 from bench.questions.profile.picture import draw
-from bench.report import choosing, tables, versions
+from bench.report import choosing, restarts, tables, versions
 from bench.report.headlines import Unknown
 
 PAGES = (ROOT / "docs" / "performance.md", ROOT / "docs" / "choosing.md", ROOT / "README.md")
@@ -35,6 +36,7 @@ SHOWN = {
     "shares": choosing.shares,
     "mtbfs": choosing.mtbfs,
     "verdicts": choosing.verdicts,
+    "restarts": restarts.table,
     "versions": versions.table,
 }
 """Mark -> what makes its table, or its sentences."""

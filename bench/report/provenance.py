@@ -70,7 +70,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "quality": ("bench/questions/quality", _CLICKS, "baselines/check_n_run", "baselines/cpr"),
     "quantization": ("bench/questions/quantization", "baselines/check_n_run"),
     "rebuild": ("bench/questions/rebuild", "bench/questions/recovery", *_WARM),
-    "recovery": ("bench/questions/recovery", *_WARM),
+    "recovery": ("bench/questions/recovery", "ecemb/place.py", *_WARM),
     "scaling": ("bench/questions/scaling", *_TRAINED, *_STEP),
     "simulate": (
         *("bench/questions/simulate", "baselines/cpr", "baselines/young.py", *_PLAN),

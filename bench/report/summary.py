@@ -6,9 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.questions.compare.families import NEXT
+from bench.questions.recovery.question import COLD, REPLACED, STAYS, WARM
+from bench.report import restarts
 from bench.report.choosing import EXACT, OURS, leads, measured
 from bench.report.headlines import Documents, Unknown, cpr_base, of, value
 
+IN_WORDS = {
+    STAYS: "processes stay",
+    REPLACED: "are replaced",
+    WARM: "restarted warm",
+    COLD: "restarted cold",
+}
+"""Start, in few words."""
 FULL_SAVES = "torch.distributed.checkpoint"
 
 Row = Mapping[str, Any]
@@ -87,18 +96,17 @@ def of_memory(documents: Documents) -> str:
 
 
 def of_recovery(documents: Documents) -> str:
-    rows = [row for row in of(documents, "recovery") if row["metric"] == "kill_to_step_s"]
+    rows = of(documents, "recovery")
 
-    def seconds(kind: str, size: int, start: str) -> str:
-        of_kind = {"kind": kind, "killed": 1, "engine": "sparse", "table_bytes": size, "start": start}
-        return f"{value(rows, 'kill_to_step_s', **of_kind):.1f} s"
-
-    def both(kind: str, size: int) -> str:
-        return f"{seconds(kind, size, 'warm')} (started cold: {seconds(kind, size, 'cold')})"
+    def after(lost: str) -> str:
+        found = restarts.seconds(rows, lost)
+        if not found:
+            raise Unknown(restarts.NEXT)
+        return ", ".join(f"{IN_WORDS[start]} {seconds:.2g} s" for start, seconds in found.items())
 
     return (
-        f"from a kill to the next step {both('process', 64 << 20)}; "
-        f"with 256 MiB of lost memory to rebuild {both('memory', 256 << 20)}"
+        f"from a kill to the next step: {after('a process')}; "
+        f"with 256 MiB of lost memory to rebuild: {after('256 MiB of memory, rebuilt first')}"
     )
 
 

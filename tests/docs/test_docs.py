@@ -328,27 +328,6 @@ def test_the_page_on_operations_explains_each_line_of_the_log() -> None:
     assert len(log_lines()) > 20 and not unexplained
 
 
-def test_the_seconds_of_a_restart_are_those_of_a_run() -> None:
-    document = json.loads((ROOT / "bench" / "results" / "recovery.json").read_text())
-    found = {
-        (row["start"], row["kind"], row["table_bytes"] >> 20): f"{row['value']:.1f} s"
-        for row in document["rows"]
-        if row["metric"] == "kill_to_step_s" and row["engine"] == "sparse" and row["killed"] == 1
-    }
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    warm, cold = ([found[start, "process", 64], found[start, "memory", 256]] for start in ("warm", "cold"))
-    assert (
-        f"next step it takes {warm[0]}" in readme and f"and {warm[1]} with 256 MiB of lost memory" in readme
-    )
-    assert f"takes {cold[0]} and {cold[1]}." in readme
-    torchrec = {
-        row["kind"]: f"{row['value']:.1f} s"
-        for row in document["rows"]
-        if (row["metric"], row.get("engine"), row.get("start")) == ("kill_to_step_s", "torchrec", "warm")
-    }
-    assert f"with TorchRec's tables, {torchrec['process']} and {torchrec['memory']}." in readme
-
-
 def test_the_readme_says_how_much_of_a_restart_is_the_scripts_own() -> None:
     rows = json.loads((ROOT / "bench" / "results" / "compare.json").read_text())["rows"]
     found = {row["method"]: f"{row['value']:.1f} s" for row in rows if row["metric"] == "next_step_s"}

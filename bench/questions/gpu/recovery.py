@@ -34,10 +34,10 @@ LEAST_S = 25.0
 
 def cases(table_bytes: int) -> tuple[Case, ...]:
     """What is lost, of shards of this size."""
-    return tuple(Case(kind, CODE, table_bytes, 1, launches=1) for kind in ("memory", "process"))
+    return tuple(Case(kind, CODE, table_bytes, 1, kills=1) for kind in ("memory", "process"))
 
 
-FULL = dataclasses.replace(recovery.FULL, cases=cases(1024 * MIB), kills=1, device=CUDA)
+FULL = dataclasses.replace(recovery.FULL, cases=cases(1024 * MIB), device=CUDA)
 QUICK = dataclasses.replace(FULL, cases=cases(64 * MIB))
 SMALL = dataclasses.replace(QUICK, cases=cases(2 * MIB), device=APART)
 
@@ -77,7 +77,7 @@ def measure(scale: Scale, seed: int, until: float) -> Iterator[Row]:
 
     expected = launched(scale.cases[0], 0).digests
     for case in scale.cases:
-        done = launched(case, scale.kills)
+        done = launched(case, case.kills)
         check(case, scale, done.restarts, done.digests, expected)
         yield from recovery.rows_of(case, {COLD: done.restarts})
         yield from over_copy(case, done.restarts)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 import ecemb
 from bench.questions.rebuild.rank import Order, Rebuilding
+from bench.questions.recovery.rank import built
 from bench.workloads.models import torchrec_twin
 from bench.workloads.training_rank import drawn, popularity
 
@@ -32,7 +33,7 @@ def main(path: str) -> None:
     order = Order.read(path)
     torch.set_num_threads(1)
     ecemb.init_process_group("gloo", job=order.job, arena_dir=order.arena_dir)
-    Dlrm(order, {}).run()
+    built(Dlrm, order).run({})
     dist.destroy_process_group()
 
 

@@ -43,11 +43,10 @@ from bench.questions.overhead.question import FULL as OVERHEAD
 from bench.questions.rebuild.rank import Order
 from bench.questions.recovery.question import MIB, RANKS, Observer
 from bench.questions.recovery.question import Life as Restart
-from bench.questions.recovery.rank import PROTECTED, RECORD_BYTES
+from bench.questions.recovery.rank import BACKGROUND, BLOCKING, PROTECTED, RECORD_BYTES
 from ecemb.coding.code import Code
 from ecemb.memory.scan import arenas
 
-BLOCKING, BACKGROUND = "blocking", "background"
 PROCESSORS, ACCELERATOR = "processors", "accelerator"
 """What does a step's dense work."""
 WAIT_S = 0.1

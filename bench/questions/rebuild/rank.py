@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from bench.questions.recovery.rank import Bags, Training, digest, process_began
+from bench.questions.recovery.rank import Bags, Training, built, digest, process_began
 from bench.questions.recovery.rank import Order as RecoveryOrder
 
 
@@ -22,7 +22,6 @@ class Order(RecoveryOrder):
 
     Attributes:
         steps: Of each life, once no rank lacks anything.
-        rebuild: How lost memory is rebuilt, as `ecemb.protect` takes it.
         tables: Number of tables, where the model leaves it open.
         dim: Of each row, there as well, as all that follows.
         lookups: Rows of each table that a sample looks up.
@@ -31,7 +30,6 @@ class Order(RecoveryOrder):
         wait_s: In which a step waits for dense work of an accelerator, and leaves the processors idle.
     """
 
-    rebuild: str = "blocking"
     tables: int = 0
     dim: int = 0
     lookups: int = 1
@@ -49,7 +47,7 @@ def main(path: str) -> None:
     import ecemb
 
     ecemb.init_process_group("gloo", job=order.job, arena_dir=order.arena_dir)
-    Uniform(order, marks).run()
+    built(Uniform, order).run(marks)
     torch.distributed.destroy_process_group()
 
 
@@ -58,11 +56,11 @@ class Rebuilding(Training):
 
     order: Order
 
-    def run(self) -> None:
-        """One life of the job."""
+    def run(self, marks: dict[str, float]) -> None:
+        """One life of the job, with the model that is built."""
         import ecemb
 
-        self.build()
+        self.marks = marks
         model, optimizers = self.protected()
         code = ecemb.Code(n=self.order.n, k=self.order.k)
         self._cpu_s = [time.process_time()]

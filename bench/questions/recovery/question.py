@@ -2,16 +2,20 @@
 
 Workers are killed by SIGKILL in the middle of a step, under stock torchrun, and the clock runs until every
 rank has committed a new step. The starts take turns: `start` is `cold` where torchrun stops all workers and
-starts python, `warm` where it starts `ecemb-run --no-replace`, and `replaced` where `ecemb-run` replaces
-workers by itself. Where the rebuild alone differs from another case, workers are replaced.
+starts python, `warm` where it starts `ecemb-run --no-replace`, `replaced` where `ecemb-run` replaces workers
+by itself, and `stays` where the training is in `ecemb.run` as well, which calls it again in the processes
+that live. Where the rebuild alone differs from another case, workers are replaced.
 
 - `kill_to_step_s`: from the kill to the end of the first step.
-- `recovery_phase_s`: the same by phase. A phase begins when the last rank has ended the one before, and ends
-  when the last rank has ended it, so that phases add up to `kill_to_step_s`. `noticed`: until a first
-  survivor has ended; `stopped`: until all are gone; `process`: until their successors are made, or forked;
-  `interpreter`: until the script's first line; `model`: the script's own construction,
-  with torch's compiler, which an optimizer imports; from `agree` to `rest of protect`: parts of
-  `ecemb.protect`.
+- `over_warm`: its median over that of warm starts in the same run, with the 95 % interval: restarts of both
+  starts are resampled 10,000 times.
+- `stayed`: of the processes that were not killed, the part that has stayed.
+- `recovery_phase_s`: `kill_to_step_s` by phase. A phase begins when the last rank has ended the one before,
+  and ends when the last rank has ended it, so that phases add up. `noticed`: until a first survivor has
+  ended; `stopped`: until all are gone; `process`: until their successors are made, or forked; `interpreter`:
+  until the script's first line; `back`, where processes stay, in place of all before it: until the
+  last of them calls the training again; `model`: the script's own construction, with torch's compiler, which
+  an optimizer imports; from `agree` to `rest of protect`: parts of `ecemb.protect`.
 - `first_start_s`: from torchrun's launch to the end of the first step of all ranks; `first_start_cpu_s`: the
   processor time of all processes until then.
 - `added_recovery_s`: `kill_to_step_s` of cold starts less that of the same script without ecemb, in the same
@@ -23,11 +27,13 @@ workers by itself. Where the rebuild alone differs from another case, workers ar
   same links, k times what is lost; `lost bytes alone` is each lost byte sent once, by one survivor, which on
   one machine, where the links share processors, is 1 / k of the work.
 
-`kind` is what is lost: `process` loses no memory; with `memory` the killed ranks' arenas are deleted. Four
-ranks, one thread each, all on one machine. `engine` is `sparse`: tables of `ecemb.nn`, dimension 64, with
-Adagrad, on the meta device before protect; or `torchrec`: the model of examples/torchrec_dlrm.py.
-`table_bytes` is weights and optimizer state of a rank. In the end every rank's tables and dense parameters
-have to be those of an undisturbed run, which starts cold.
+`kind` is what is lost: `process` loses no memory; with `memory` the killed ranks' arenas are deleted, and
+`rebuild` says how they are rebuilt: `blocking`, before the first step, or in the `background`, where the next
+kill comes when nothing lacks any more. Four ranks, one thread each, all on one machine. `engine` is `sparse`:
+tables of `ecemb.nn`, dimension 64, with Adagrad, on the meta device before protect, which a process that
+stays keeps; or `torchrec`: the model of examples/torchrec_dlrm.py, which is built again. `table_bytes` is
+weights and optimizer state of a rank. In the end every rank's tables and dense parameters have to be those
+of an undisturbed run, which starts cold.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ import json
 import os
 import secrets
 import select
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -45,16 +52,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bench.harness.devices import ARENA
 from bench.harness.result import Arguments, Incomplete, Label, Row, WrongResult, by_metric, summary
 from bench.harness.torchrun import Torchrun
-from bench.questions.recovery.rank import BARE, PARTS, PROTECTED, RECORD_BYTES, Order
+from bench.questions.recovery.rank import (
+    BACK,
+    BACKGROUND,
+    BARE,
+    BLOCKING,
+    PARTS,
+    PROTECTED,
+    RECORD_BYTES,
+    Order,
+)
 from bench.questions.recovery.wire import DIRECT, SAME
 from ecemb.coding.code import Code
 
 MIB = 1 << 20
 RANKS = 4
-COLD, WARM, REPLACED = "cold", "warm", "replaced"
+CODE = Code(4, 3)
+COLD, WARM, REPLACED, STAYS = "cold", "warm", "replaced", "stays"
 """Starts."""
 SPARSE, TORCHREC = "sparse", "torchrec"
 """Engines of tables."""
@@ -64,9 +84,12 @@ SCRIPTS = {
 }
 """Engine -> the module that a rank runs, and the bytes of a row of its tables."""
 IMPORTS = ("import torch", "import torchrec", "import ecemb")
-STARTING = ("process", "interpreter", *IMPORTS, "process group", "model")
+BEFORE_BACK = ("process", "interpreter", *IMPORTS)
+"""Phases of a replacement, while the others come back."""
+STARTING = (*BEFORE_BACK, BACK, "process group", "model")
 PHASES = ("noticed", "stopped", *STARTING, *PARTS, "rest of protect", "first step")
 """In their order; a run has those that it has marks of."""
+RESAMPLED = 10_000
 _POLL_S = 0.01
 
 
@@ -82,17 +105,21 @@ class Case:
         engine: Of the tables.
         alone: Whether the same script without ecemb is killed as well; only with the engine `SPARSE`.
         launches: Of each method, taking turns.
+        kills: In each launch; `ecemb-run` replaces a worker 20 times in a minute.
         starts: How ranks start.
+        rebuild: How lost memory is rebuilt.
     """
 
     kind: str
     code: Code
     table_bytes: int
-    victims: int
+    victims: int = 1
     engine: str = SPARSE
     alone: bool = False
-    launches: int = 2
-    starts: tuple[str, ...] = (COLD, WARM, REPLACED)
+    launches: int = 1
+    kills: int = 3
+    starts: tuple[str, ...] = (COLD, WARM, REPLACED, STAYS)
+    rebuild: str = BLOCKING
 
     @property
     def labels(self) -> dict[str, Label]:
@@ -102,6 +129,7 @@ class Case:
             "table_bytes": self.table_bytes,
             "killed": self.victims,
             "engine": self.engine,
+            "rebuild": self.rebuild if self.kind == "memory" else "none",
         }
 
 
@@ -111,7 +139,6 @@ class Scale:
 
     Attributes:
         cases: One after the other.
-        kills: In each launch.
         batch: Samples a rank takes in a step.
         steps: Before a kill, and after the last one.
         arena_dir: Where arenas lie.
@@ -120,15 +147,17 @@ class Scale:
     """
 
     cases: tuple[Case, ...] = (
-        Case("process", Code(4, 3), 64 * MIB, 1),
-        Case("process", Code(4, 3), 2048 * MIB, 1, alone=True, launches=1),
-        Case("memory", Code(4, 3), 256 * MIB, 1, alone=True),
-        Case("memory", Code(4, 3), 1024 * MIB, 1, launches=1, starts=(REPLACED,)),
-        Case("memory", Code(4, 2), 256 * MIB, 2, launches=1, starts=(REPLACED,)),
-        Case("process", Code(4, 3), 256 * MIB, 1, TORCHREC, launches=1, starts=(WARM, REPLACED)),
-        Case("memory", Code(4, 3), 256 * MIB, 1, TORCHREC, launches=1),
+        Case("process", CODE, 64 * MIB, launches=2, kills=10),
+        Case("process", CODE, 2048 * MIB, alone=True, starts=(COLD, STAYS)),
+        Case("memory", CODE, 256 * MIB, alone=True),
+        Case("memory", CODE, 256 * MIB, launches=2, kills=10, starts=(WARM, STAYS), rebuild=BACKGROUND),
+        Case("memory", CODE, 1024 * MIB, starts=(REPLACED,)),
+        Case("memory", Code(4, 2), 256 * MIB, victims=2, starts=(REPLACED,)),
+        Case(
+            "process", CODE, 256 * MIB, engine=TORCHREC, launches=2, kills=10, starts=(WARM, REPLACED, STAYS)
+        ),
+        Case("memory", CODE, 256 * MIB, engine=TORCHREC, starts=(REPLACED, STAYS)),
     )
-    kills: int = 3
     batch: int = 256
     steps: int = 4
     arena_dir: str = "/dev/shm"
@@ -140,11 +169,11 @@ FULL = Scale()
 QUICK = dataclasses.replace(
     FULL,
     cases=(
-        Case("process", Code(4, 3), 8 * MIB, 1, alone=True, launches=1),
-        Case("memory", Code(4, 3), 8 * MIB, 1, launches=1),
-        Case("process", Code(4, 3), 8 * MIB, 1, TORCHREC, launches=1),
+        Case("process", CODE, 8 * MIB, alone=True, kills=1),
+        Case("memory", CODE, 8 * MIB, kills=1),
+        Case("memory", CODE, 8 * MIB, kills=1, starts=(WARM, STAYS), rebuild=BACKGROUND),
+        Case("process", CODE, 8 * MIB, engine=TORCHREC, kills=1),
     ),
-    kills=1,
 )
 
 
@@ -154,20 +183,24 @@ class Life:
 
     Attributes:
         killed_at: When; like all moments, on time.monotonic().
-        gone_at: When each survivor of the kill had ended.
+        gone_at: When each survivor of the kill had ended; empty where processes may stay.
         told: What each rank reported when it had done its first step.
+        stayed: The part of the survivors' processes that stayed.
     """
 
     killed_at: float
     gone_at: Sequence[float]
     told: Sequence[Mapping[str, Any]]
+    stayed: float = 0.0
 
     def phases(self) -> dict[str, float]:
         """Seconds by phase; they add up to the time from the kill to the end of the first step."""
-        ends = {"noticed": min(self.gone_at), "stopped": max(self.gone_at)}
+        ends = {"noticed": min(self.gone_at), "stopped": max(self.gone_at)} if self.gone_at else {}
+        marks: list[Mapping[str, float]] = [one["marks"] for one in self.told]
+        left_out = BEFORE_BACK if any(BACK in one for one in marks) else ()
         for phase in PHASES:
-            if phase in self.told[0]["marks"]:
-                ends[phase] = max(one["marks"][phase] for one in self.told)
+            if phase not in left_out and (moments := [one[phase] for one in marks if phase in one]):
+                ends[phase] = max(moments)
         seconds, before = {}, self.killed_at
         for phase, end in ends.items():
             seconds[phase] = max(0.0, end - before)
@@ -227,9 +260,9 @@ def measure(scale: Scale, case: Case, seed: int) -> list[Row]:
     starts: dict[str, list[Launch]] = {start: [] for start in case.starts}
     for _ in range(case.launches):
         if case.alone:
-            alone += launch(scale, case, BARE, scale.kills, seed).restarts
+            alone += launch(scale, case, BARE, case.kills, seed).restarts
         for start, found in starts.items():
-            one = launch(scale, case, PROTECTED, scale.kills, seed, start)
+            one = launch(scale, case, PROTECTED, case.kills, seed, start)
             check(case, scale, one.restarts, one.digests, expected)
             found.append(one)
     lives = {start: [life for one in found for life in one.restarts] for start, found in starts.items()}
@@ -239,7 +272,7 @@ def measure(scale: Scale, case: Case, seed: int) -> list[Row]:
 def launch(scale: Scale, case: Case, method: str, kills: int, seed: int, start: str = COLD) -> Launch:
     """Trains under torchrun; after each of `kills` kills it starts again.
 
-    An undisturbed training (no kills) makes as many steps as one of `scale.kills`.
+    An undisturbed training (no kills) makes as many steps as one of `case.kills`.
     """
     module, record_bytes = SCRIPTS[case.engine]
     with tempfile.TemporaryDirectory(prefix="ecemb-bench-") as folder:
@@ -252,13 +285,15 @@ def launch(scale: Scale, case: Case, method: str, kills: int, seed: int, start: 
             k=case.code.k,
             rows=case.table_bytes // record_bytes,
             batch=scale.batch,
-            steps=scale.steps if kills else scale.kills * (scale.steps - 1) + scale.steps,
+            steps=scale.steps if kills else case.kills * (scale.steps - 1) + scale.steps,
             kills=kills,
             victims=tuple(range(1, 1 + case.victims)),
             with_memory=case.kind == "memory",
             seed=seed,
             timeout_s=scale.timeout_s,
             device=scale.device,
+            stays=start == STAYS,
+            rebuild=case.rebuild,
         )
         with (
             order.leaving_nothing(),
@@ -271,7 +306,7 @@ def launch(scale: Scale, case: Case, method: str, kills: int, seed: int, start: 
                 name=f"{method}, {start}",
                 timeout_s=scale.timeout_s,
                 warm=start != COLD,
-                replaces=start == REPLACED,
+                replaces=start in (REPLACED, STAYS),
             ) as torchrun,
         ):
             watch = Observer(order, torchrun)
@@ -297,7 +332,7 @@ class Observer:
         """Has the victims of a life killed, and waits until the next one has done its first step."""
         pids = [one["pid"] for one in self.all(life, "{}")]
         survivors = [pid for rank, pid in enumerate(pids) if rank not in self._order.victims]
-        waiting = {os.pidfd_open(pid) for pid in survivors}
+        waiting = {os.pidfd_open(pid) for pid in survivors if not self._order.stays}
         gone: list[float] = []
         try:
             self._order.leave(life, "watched", True)
@@ -313,7 +348,9 @@ class Observer:
             for descriptor in waiting:
                 os.close(descriptor)
         killed_at = min(self._read(life, f"killed.{rank}") for rank in self._order.victims)
-        return Life(killed_at, gone, self.all(life + 1, "{}"))
+        told = self.all(life + 1, "{}")
+        stayed = set(survivors) & {one["pid"] for one in told}
+        return Life(killed_at, gone, told, len(stayed) / len(survivors))
 
     def all(self, life: int, what: str) -> list[Any]:
         """Waits until every rank has left a file, and reads them, in the order of ranks."""
@@ -364,18 +401,36 @@ def rows_of(case: Case, starts: Mapping[str, Sequence[Life]], alone: Sequence[Li
     totals = {start: [sum(phases.values()) for phases in each] for start, each in samples.items()}
     for start, values in totals.items():
         rows.append(summary("kill_to_step_s", "s", values, **case.labels, start=start))
+    rows += [over_warm(case, start, totals) for start in totals if WARM in totals and start != WARM]
+    if STAYS in starts:
+        rows.append(summary("stayed", "ratio", [life.stayed for life in starts[STAYS]], **case.labels))
     for phase in PHASES:
         for start, each in samples.items():
-            if phase in each[0]:
-                values = [phases[phase] for phases in each]
+            values = [phases.get(phase, 0.0) for phases in each]
+            if any(phase in phases for phases in each):
                 rows.append(summary("recovery_phase_s", "s", values, **case.labels, start=start, phase=phase))
     if alone:
         bare = [sum(life.phases().values()) for life in alone]
         added = [ours - theirs for ours, theirs in zip(totals[COLD], bare, strict=True)]
         rows.append(summary("added_recovery_s", "s", added, **case.labels))
-    if case.kind == "memory":
+    if case.kind == "memory" and case.rebuild == BLOCKING:
         rows += rebuilds(case, [life for restarts in starts.values() for life in restarts])
     return rows
+
+
+def over_warm(case: Case, start: str, totals: Mapping[str, Sequence[float]]) -> Row:
+    """Returns the median of a start's times over that of warm starts, with its 95 % interval."""
+    random = np.random.default_rng(0)
+    medians: list[NDArray[np.float64]] = []
+    for values in (np.asarray(totals[start]), np.asarray(totals[WARM])):
+        drawn = random.integers(len(values), size=(RESAMPLED, len(values)))
+        medians.append(np.median(values[drawn], axis=1))
+    low, high = (float(end) for end in np.percentile(medians[0] / medians[1], (2.5, 97.5)))
+    ratio = statistics.median(totals[start]) / statistics.median(totals[WARM])
+    return Row(
+        *("over_warm", ratio, "ratio", min(low, ratio), max(high, ratio), len(totals[start])),
+        labels={**case.labels, "start": start},
+    )
 
 
 def first_starts(case: Case, starts: Mapping[str, Sequence[Launch]]) -> list[Row]:

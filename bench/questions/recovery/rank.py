@@ -7,6 +7,7 @@ what it needs only in `main`: imports are a part of what is measured.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.harness.devices import ARENA, CUDA, begin, settle
 from bench.harness.guarded_job import GuardedJob
@@ -35,6 +36,10 @@ RECORD_BYTES = 2 * 4 * DIM
 TABLES = 2
 BARE, PROTECTED = "torchrun alone", "ecemb"
 """Methods."""
+BLOCKING, BACKGROUND = "blocking", "background"
+"""How lost memory is rebuilt."""
+BACK = "back"
+"""The mark of a process that stayed: when its training was called again."""
 PARTS = ("agree", "kernels", "attach", "decide", "rebuild", "replicated", "verify", "restore", "rehearse")
 """Parts of `ecemb.protect` in a recovery, in their order, as `guard.recovery.seconds` names them."""
 _POLL_S = 0.002
@@ -55,6 +60,8 @@ class Order(GuardedJob, JobFile):
         victims: Ranks that are killed, all at once.
         with_memory: Their arenas go with them.
         device: Where tables are, one of `devices`; without ecemb, in this process's memory.
+        stays: Whether `ecemb.run` calls the training.
+        rebuild: How lost memory is rebuilt, as `ecemb.protect` takes it.
     """
 
     method: str
@@ -66,6 +73,8 @@ class Order(GuardedJob, JobFile):
     victims: tuple[int, ...]
     with_memory: bool
     device: str = ARENA
+    stays: bool = False
+    rebuild: str = BLOCKING
 
     def file(self, life: int, what: object) -> Path:
         """A file of the folder: marks of a rank in a life of the job, say."""
@@ -90,19 +99,66 @@ def main(path: str) -> None:
     """Trains as the order in the file `path` says."""
     marks = {"process": process_began(), "interpreter": time.monotonic()}
     order = Order.read(path)
-    import torch
+    import torch  # noqa: F401 # pyright: ignore[reportUnusedImport]
 
     marks["import torch"] = time.monotonic()
     if order.method == PROTECTED:
-        import ecemb
+        import ecemb  # noqa: F401 # pyright: ignore[reportUnusedImport]
 
         marks["import ecemb"] = time.monotonic()
+    run(Bags, order, marks)
+
+
+def run(kind: type[Training], order: Order, marks: dict[str, float]) -> None:
+    """Trains in this process: for one life of the job, or for several where it stays.
+
+    Args:
+        kind: What is trained.
+        order: What to do.
+        marks: The moments so far, which are those of the first life.
+    """
+    if not order.stays:
+        train(kind, order, marks, None)
+        return
+    import ecemb
+
+    def again(place: ecemb.Place) -> None:
+        train(kind, order, marks if place.calls == 1 else {BACK: time.monotonic()}, place)
+
+    ecemb.run(again)
+
+
+def train(kind: type[Training], order: Order, marks: dict[str, float], place: ecemb.Place | None) -> None:
+    """Trains for one life of the job.
+
+    Args:
+        kind: What is trained.
+        order: What to do.
+        marks: The moments so far; others are added.
+        place: Of `ecemb.run`, which may keep the model.
+    """
+    import torch.distributed as dist
+
+    if order.method == PROTECTED:
+        import ecemb
+
         ecemb.init_process_group("gloo", job=order.job, arena_dir=order.arena_dir)
     else:
         join(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     marks["process group"] = time.monotonic()
-    Bags(order, marks).run()
-    torch.distributed.destroy_process_group()
+    if place is not None and kind.is_kept:
+        training = copy.copy(place.keep("model", lambda: built(kind, order)))  # what is kept has no guard
+    else:
+        training = built(kind, order)
+    training.run(marks)
+    dist.destroy_process_group()
+
+
+def built(kind: type[Training], order: Order) -> Training:
+    """A training with its model."""
+    training = kind(order)
+    training.build()
+    return training
 
 
 def join(life: int) -> None:
@@ -121,17 +177,19 @@ class Training:
     """What comes after the process group: model, guard, steps, and death.
 
     A subclass has the model: `build`, `protected`, `train` and `tensors`.
+
+    Attributes:
+        is_kept: Whether a process that stays keeps the model: it has no process group.
     """
 
-    def __init__(self, order: Order, marks: dict[str, float]) -> None:
+    is_kept: ClassVar[bool] = False
+
+    def __init__(self, order: Order) -> None:
         import torch.distributed as dist
 
-        self.order, self.marks = order, marks
+        self.order = order
         self.life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        if order.method == PROTECTED:
-            from ecemb.net import replacement
-
-            self.life += replacement.predecessors
+        self.marks: dict[str, float] = {}
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.on: torch.device | None = None  # where tables are, where they don't move into the arena
         self.guard: ecemb.Guard | None = None
@@ -152,35 +210,44 @@ class Training:
         """All that is trained here."""
         raise NotImplementedError
 
-    def run(self) -> None:
-        """One life of the job."""
-        order = self.order
-        self.build()
+    def run(self, marks: dict[str, float]) -> None:
+        """One life of the job, with the model that is built.
+
+        Args:
+            marks: The moments so far; others are added.
+        """
+        order, self.marks = self.order, marks
         self.marks["model"] = time.monotonic()
+        begin = 0
         if order.method == PROTECTED:
-            self._protect()
+            begin = self._protect().next_step
+            self.life = begin // (order.steps - 1)  # what each life before has committed
         last = self.life == order.kills
-        begin = self.guard.next_step if self.guard is not None else 0
         for number in range(begin, begin + order.steps):
             self._step(number, dies=not last and number == begin + order.steps - 1)
             if number == begin:
                 self.marks["first step"] = time.monotonic()
                 self._tell()
+                if self.guard is not None:
+                    self.guard.wait_rebuilt()
         order.leave(self.life, f"end.{self.rank}", {"digest": digest(self.tensors())})
         if self.guard is not None:
             self.guard.close()
 
-    def _protect(self) -> None:
+    def _protect(self) -> ecemb.Guard:
         import ecemb
 
         began = self.marks["model"]
         model, optimizers = self.protected()
         code = ecemb.Code(n=self.order.n, k=self.order.k)
-        self.guard = ecemb.protect(model, optimizers=optimizers, code=code, failure_domain="rank")
+        self.guard = ecemb.protect(
+            model, optimizers=optimizers, code=code, failure_domain="rank", rebuild=self.order.rebuild
+        )
         for part in PARTS:
             began += self.guard.recovery.seconds.get(part, 0.0)
             self.marks[part] = began
         self.marks["rest of protect"] = time.monotonic()
+        return self.guard
 
     def _step(self, number: int, *, dies: bool) -> None:
         if self.guard is None:
@@ -202,7 +269,7 @@ class Training:
             report = self.guard.recovery
             told |= {"kind": report.kind, "lost": report.lost, "step": report.step}
             told["rebuild_s"] = report.seconds.get("rebuild", 0.0)
-            if report.lost:
+            if report.lost and self.order.rebuild == BLOCKING:
                 from bench.questions.recovery import wire as recovery_wire
 
                 told["wire"] = recovery_wire.measure(self.order.job, self.order.arena_dir, report.lost)
@@ -228,6 +295,8 @@ class Training:
 
 class Bags(Training):
     """Tables of `ecemb.nn`, on the meta device before protect; without ecemb, a rank's own tables."""
+
+    is_kept = True
 
     def build(self) -> None:
         import torch

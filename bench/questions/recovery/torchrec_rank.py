@@ -10,12 +10,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-from bench.questions.recovery.rank import Order, Training, process_began
+from bench.questions.recovery.rank import Order, Training, process_began, run
 
 MARKS = {"process": process_began(), "interpreter": time.monotonic()}
 
 import torch  # noqa: E402 - imports are measured one by one
-import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
@@ -31,7 +30,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
 
 MARKS["import torchrec"] = time.monotonic()
 
-import ecemb  # noqa: E402
+import ecemb  # noqa: E402, F401 # pyright: ignore[reportUnusedImport]
 
 MARKS["import ecemb"] = time.monotonic()
 
@@ -41,12 +40,8 @@ FEATURES = [f"category {i}" for i in range(CATEGORIES)]
 
 def main(path: str) -> None:
     """Trains as the order in the file `path` says."""
-    order = Order.read(path)
     torch.set_num_threads(1)
-    ecemb.init_process_group("gloo", job=order.job, arena_dir=order.arena_dir)
-    MARKS["process group"] = time.monotonic()
-    Clicks(order, MARKS).run()
-    dist.destroy_process_group()
+    run(Clicks, Order.read(path), MARKS)
 
 
 class Clicks(Training):
