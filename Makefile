@@ -128,7 +128,7 @@ kills: $(READY)  ## kill Check-N-Run's writers at 200 random moments (ARGS="--ki
 follower-kills: $(READY)  ## kill 100 followers, and the trainings that they follow (ARGS="--kills 100")
 	PYTHONPATH=.:tests $(BIN)/python tests/support/follower/kills.py --json bench/results/follower_kills.json $(ARGS)
 
-soak: $(READY)  ## random kills every few seconds, for MINUTES=15
+soak: $(READY)  ## random kills every few seconds, for MINUTES=15 (ARGS="--start stays")
 	$(BIN)/python tests/failures soak --minutes $(MINUTES) --json bench/results/soak.json $(ARGS)
 
 moves: $(READY)  ## a second failure in each stage of a move to another number of ranks (15 minutes)

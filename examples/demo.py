@@ -6,8 +6,9 @@
 Trains examples/word2vec.py under stock torchrun twice, with workers that `ecemb-run` starts (with `--cold`:
 python): once undisturbed, and once while this driver, from outside, (a) SIGKILLs workers, and (b) SIGKILLs
 workers and deletes their arenas, as when their host is gone; as many at once as the code survives, each time
-at a random moment inside a step. The last line says whether the two runs ended with the same bytes: tables,
-optimizer state, dense parameters, random generators.
+at a random moment inside a step. `ecemb-run` replaces the processes that were killed, and the others stay:
+the driver prints which did, and the seconds until the next step. The last line says whether the two runs
+ended with the same bytes: tables, optimizer state, dense parameters, random generators.
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ def inside_a_step(victim: Found) -> bool:
 
 def kill(run: Run, count: int, with_memory: bool, luck: random.Random) -> float | None:
     """Kills `count` workers inside a step; the seconds until a new step was committed by all."""
+    before = {one.pid for one in run.arenas().values()}
     victims = [run.arenas().get(rank) for rank in sorted(luck.sample(range(args.ranks), count))]
     time.sleep(luck.random() * 0.1)
     give_up = time.monotonic() + 5
@@ -158,7 +160,14 @@ def kill(run: Run, count: int, with_memory: bool, luck: random.Random) -> float 
     say(f"SIGKILLed ranks {ranks} inside step {at}: {what}")
     if not run.until(at + 1):
         return None
-    return time.monotonic() - began
+    seconds = time.monotonic() - began
+    after = {rank: one.pid for rank, one in sorted(run.arenas().items())}
+    stayed = [rank for rank, pid in after.items() if pid in before]
+    made = [rank for rank, pid in after.items() if pid not in before]
+    by = "torchrun" if args.cold else "ecemb-run"
+    say(f"{seconds:.2f} s from the kill to the next step committed by all ranks")
+    say(f"processes of ranks {stayed} stayed; ranks {made} have new ones, by {by}")
+    return seconds
 
 
 def differences(left: Path, right: Path) -> list[str]:
@@ -206,8 +215,6 @@ def main() -> int:
                 if run.until(int(args.steps * part) + luck.randrange(args.steps // 10)):
                     seconds = kill(run, n - k, with_memory, luck)
                     lost_s["process and memory" if with_memory else "process"] = seconds
-                    if seconds is not None:
-                        say(f"{seconds:.2f} s from the kill to the next step committed by all ranks")
             code = run.wait()
         reports = [line for line in run.lines if "rank 0: recovered, " in line]
         say(f"the disturbed run ended with exit code {code}; recovery reports of rank 0:")

@@ -69,7 +69,7 @@ REBUILD = "rebuild"
 
 _WORDS = (
     *("pid", "worker", "round", "start", "rank", "phase", "step", "traced", "event", "lost", "fell"),
-    *("fell_ns", "resumed", "committed", "went_on_ns", "whole"),
+    *("fell_ns", "resumed", "committed", "went_on_ns", "whole", "stayed"),
 )
 _TEXTS = {"place": (512, 512), "arena": (1024, 1024)}
 _SIZE_BYTES = 4096
@@ -88,7 +88,8 @@ class Board:
     it was not killed but raised, 3 if torchrun was killed; `fell`, the phase it was in then, and `fell_ns`
     when; `resumed`, the step at which it went on after its start; `committed`, steps that it knows to be
     committed; `went_on_ns`, when it committed its first step in this start, or found the job finished;
-    `whole`, 1 when it has heard that no rank lacks anything. Times are of one monotonic clock. Texts:
+    `whole`, 1 when it has heard that no rank lacks anything; `stayed`, how often its process stayed when
+    another one had died. Times are of one monotonic clock. Texts:
     `place`, the line at which it ended itself; `arena`, its file.
     """
 

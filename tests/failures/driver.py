@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,7 @@ class Job:
         self._due: float | None = None
         self._done_events: set[int] = set()
         self._agents: set[int] = set()
+        self._went_on_ns: dict[int, int] = {}  # of starts that all workers were seen to train in
         self.process = self._launch(0)
 
     def _launch(self, first: int) -> agents.Agent:
@@ -187,6 +188,9 @@ class Job:
             if self.plan.soak and before >= 0 and before not in self._done_events:
                 self._give_up(f"start {before} ended by itself", boards)
         boards = [board for board in boards if board.get("start") == start]
+        went_on = [board.get("went_on_ns") for board in boards]
+        if len(went_on) == self.plan.setting.ranks and min(went_on) >= 0:
+            self._went_on_ns.setdefault(start, max(went_on))
         limit_s = SOAK_START_S if self.plan.soak else START_S
         if now > self._start_began + limit_s:
             self._give_up(f"start {start} did not end within {limit_s:.0f} s", boards)
@@ -298,7 +302,7 @@ class Job:
                     step=board.get("step"),
                     what=WHAT[board.get("lost")],
                     place=board.text("place"),
-                    recovery_s=_recovery_s(board, boards),
+                    recovery_s=_recovery_s(board, boards, self._went_on_ns),
                 )
                 for board in fallen
             ),
@@ -326,11 +330,21 @@ class Job:
         )
 
 
-def _recovery_s(fallen: Board, boards: list[Board]) -> float | None:
-    later = [b for b in boards if b.get("start") > fallen.get("event") and b.get("went_on_ns") >= 0]
-    first = min((board.get("start") for board in later), default=-1)
-    ends = [board.get("went_on_ns") for board in later if board.get("start") == first]
-    return (max(ends) - fallen.get("fell_ns")) / 1e9 if ends else None
+def _recovery_s(fallen: Board, boards: list[Board], went_on_ns: Mapping[int, int]) -> float | None:
+    """Seconds from a death until training went on.
+
+    Args:
+        fallen: the board of the process that died.
+        boards: all that there are: that of a process that has stayed tells its last start.
+        went_on_ns: when it went on, of the starts that were seen meanwhile.
+    """
+    ends_ns = dict(went_on_ns)
+    for board in boards:
+        if board.get("went_on_ns") >= 0:
+            start = board.get("start")
+            ends_ns[start] = max(ends_ns.get(start, 0), board.get("went_on_ns"))
+    first = min((start for start in ends_ns if start > fallen.get("event")), default=None)
+    return None if first is None else (ends_ns[first] - fallen.get("fell_ns")) / 1e9
 
 
 def _unmet(boards: list[Board], ranks: int) -> set[int]:

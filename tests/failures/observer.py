@@ -21,13 +21,11 @@ class Observer:
 
     Args:
         folder: the run's: samples go there, and word of the end comes from there.
-        start: number of this start of the job.
-        board: the worker's.
+        board: the worker's, which has the number of this start of the job, once all workers have met.
     """
 
-    def __init__(self, folder: Path, start: int, board: Board) -> None:
+    def __init__(self, folder: Path, board: Board) -> None:
         self._folder, self._board = folder, board
-        self._start = start
         self._stop = folder / "stop"
         self._steps = 0
 
@@ -46,7 +44,7 @@ class Observer:
                 (self._folder / "alarms").open("a").write(f"rank {dist.get_rank()}, step {step}: {report}\n")
         self._steps += 1
         if self._steps == LOOK_AFTER:
-            path = self._folder / "samples" / f"{self._start}.{dist.get_rank()}.json"
+            path = self._folder / "samples" / f"{self._board.get('start')}.{dist.get_rank()}.json"
             path.with_suffix(".new").write_text(json.dumps(self._sample()))
             path.with_suffix(".new").rename(path)
 

@@ -173,6 +173,7 @@ class Worker:
             for word in ("step", "resumed", "went_on_ns", "whole"):
                 self.board.set(word, -1)
             self.board.phase = "rendezvous"
+            self.board.set("stayed", max(0, self.board.get("stayed")) + 1)
         self._has_begun = True
 
     def meet(self, pids: Collection[int]) -> None:

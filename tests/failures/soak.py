@@ -2,7 +2,8 @@
 
     python tests/failures soak [--minutes 15] [--seed N] [--json FILE]
 
-torchrun starts the workers by `ecemb-run`; with `--start forked` they are forked from torchrun's agent.
+torchrun starts the workers by `ecemb-run`; with `--start stays` the training is in `ecemb.run` as well, and
+workers' processes stay when others die; with `--start forked` they are forked from torchrun's agent.
 
 Ends with code 1 if a step was lost, if the end differs by one bit from that of an undisturbed run of as many
 steps, if a scrub saw something wrong, or if memory, files, descriptors or threads grew.
@@ -37,6 +38,7 @@ TRAINING_S = (0.3, 3.0)  # from the first step of a start to the kill
 STARTING_S = 0.5  # from a phase of a start to the kill, at most
 STOPPED_S = 22.0  # how long a rank stays stopped, if nobody ends it
 OLD_STARTS = 6
+WARM, STAYS, FORKED = STARTS = ("warm", "stays", "forked")
 KINDS = {"processes": 32, "memory": 28, "while starting": 26, "torchrun": 8, "stopped": 6}  # out of 100
 SLACK_BYTES = 16 << 20
 
@@ -48,10 +50,10 @@ class Soak(Job):
         seed: of all choices.
         seconds: how long to kill.
         setting: what is trained.
-        warm: whether `ecemb-run` starts the workers.
+        start: how workers start, one of `STARTS`.
     """
 
-    def __init__(self, seed: int, seconds: float, setting: Setting = SOAKED, *, warm: bool = True) -> None:
+    def __init__(self, seed: int, seconds: float, setting: Setting = SOAKED, *, start: str = WARM) -> None:
         self._random = random.Random(seed)
         self._events: dict[int, Timed] = {}
         self._kinds: dict[int, str] = {}
@@ -61,7 +63,7 @@ class Soak(Job):
         self._until = time.monotonic() + seconds
         self.steps = -1
         self._setting = setting
-        super().__init__(Plan(setting, forked=True, warm=warm, soak=True))
+        super().__init__(Plan(setting, forked=True, warm=start != FORKED, stays=start == STAYS, soak=True))
 
     def watch(self) -> None:
         super().watch()
@@ -119,6 +121,11 @@ class Soak(Job):
             pause_s = self._random.random() * STARTING_S
             return Timed(tuple(victims), self._random.choice(phases), None, pause_s)
         return Timed(tuple(victims), None, 0, self._random.uniform(*TRAINING_S), kind == "torchrun")
+
+    @property
+    def stayed(self) -> int:
+        """How often a process stayed when another one had died, and trained again."""
+        return sum(max(0, board.get("stayed")) for board in [*self._past, *self._look()])
 
     def kinds(self, outcome: Outcome) -> Counter[str]:
         """How often each kind of event has come."""
@@ -181,7 +188,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--windows", action="store_true", help="train in windows, with overlap")
     parser.add_argument("--background", action="store_true", help="train on while what was lost is rebuilt")
     parser.add_argument(
-        "--start", choices=("warm", "forked"), default="warm", help="by ecemb-run, or from torchrun's agent"
+        "--start",
+        choices=STARTS,
+        default=WARM,
+        help="by ecemb-run, also in ecemb.run, or from torchrun's agent",
     )
     parser.add_argument("--seed", type=int, default=None, help="of all choices; printed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the raw results")
@@ -192,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
     here = {path.name for path in Path("/dev/shm").glob("ecemb-failures-*")}
     setting = IN_WINDOWS if args.windows else SOAKED
     setting = dataclasses.replace(setting, background=WHOLE_STEPS if args.background else 0)
-    job = Soak(seed, 60 * args.minutes, setting, warm=args.start == "warm")
+    job = Soak(seed, 60 * args.minutes, setting, start=args.start)
     outcome = follow(job)
     left = {path.name for path in Path("/dev/shm").glob("ecemb-failures-*")} - here
     alarms = outcome.folder / "alarms"
@@ -212,7 +222,9 @@ def main(arguments: list[str] | None = None) -> int:
         problems += wrong[:6]
         if not reference.problem:
             reference.discard()
-    kinds, recoveries = job.kinds(outcome), _recoveries(outcome)
+    kinds, recoveries, stayed = job.kinds(outcome), _recoveries(outcome), job.stayed
+    if args.start == STAYS and not stayed:
+        problems.append("no process stayed when another one had died")
     identical = not wrong and not outcome.problem
     print(
         f"\n{setting.ranks} ranks, {setting.code}: {len(outcome.deaths)} deaths "
@@ -221,6 +233,8 @@ def main(arguments: list[str] | None = None) -> int:
     print("events: " + ", ".join(f"{kind} {count}" for kind, count in kinds.items()))
     print("died: " + ", ".join(f"{w} {n}" for w, n in Counter(d.what for d in outcome.deaths).items()))
     print(f"steps: {job.steps}; bit-identical: {identical}")
+    if stayed:
+        print(f"{stayed} times a process stayed, and trained again")
     if recoveries:
         print(
             f"recovery: {statistics.median(recoveries):.1f} s in the middle, {max(recoveries):.1f} s at most"
@@ -239,6 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
             once("steps_lost", "steps", 0) if not outcome.problem else once("failed", "ratio", 1),
             once("bit_identical", "ratio", int(identical)),
             *(once("soak_events", "events", count, kind=kind) for kind, count in kinds.items()),
+            *([once("soak_stayed", "processes", stayed)] if stayed else []),
             *(once("early", "count", one.early, of=one.name) for one in grown),
             *(once("late", "count", one.late, of=one.name) for one in grown),
         ]

@@ -313,8 +313,13 @@ def main() -> None:
     arguments = Plan.read(folder / "plan.json").setting, folder / "results", os.environ[phases.ARENAS]
     try:
         if worker.plan.soak:
-            observer = Observer(folder, worker.start, worker.board)
-            train(*arguments, timeout_s=SOAK_TIMEOUT_S, say=observer.look, ends=observer.ends)
+
+            def soaked(place: ecemb.Place | None = None) -> None:
+                observer = Observer(folder, worker.board)
+                look, ends = observer.look, observer.ends
+                train(*arguments, timeout_s=SOAK_TIMEOUT_S, say=look, ends=ends, place=place)
+
+            ecemb.run(soaked) if worker.plan.stays else soaked()
         elif worker.plan.saves:
             train(*arguments, checkpoints=folder / "checkpoints", saves=worker.plan.saves)
         elif worker.plan.stays:

@@ -21,6 +21,13 @@ rendezvous._STUCK_S = rendezvous._PATIENCE_S = worker_exit.NEWS_S = 600.0
 STAYS = PATIENT + "staying.AWAY_S = 600.0\n"
 """And none that can come back is replaced."""
 
+OFTEN = """
+from ecemb.launch import stub
+stub.MOST_A_MINUTE = 10**6
+stub.main()
+"""
+"""`ecemb-run`, which replaces a worker however often it dies."""
+
 SCRIPT = """
 import functools, gc, hashlib, json, os, signal, sys, threading, time
 from pathlib import Path
@@ -67,7 +74,7 @@ def build():
 def train(place):
     rank = int(os.environ["RANK"])
     gc.collect()
-    maps = [line for line in open("/proc/self/maps") if ".arena" in line]
+    maps = [line for line in open("/proc/self/maps") if line.split()[1].endswith("s")]  # shared memory
     sizes.append([len(os.listdir("/proc/self/fd")), threading.active_count(), len(maps)])
     note("sizes", rank=rank, call=place.calls, sizes=sizes[-1])
     drawn = [torch.rand(()).item(), float(np.random.rand())]
@@ -138,6 +145,7 @@ def here() -> Iterator[Home]:
         made.environment["OMP_NUM_THREADS"] = "1"
         made.write("stays.py", STAYS + SCRIPT)
         made.write("returns.py", PATIENT + SCRIPT)
+        made.write("often.py", OFTEN)
         yield made
 
 
@@ -252,3 +260,16 @@ def test_nothing_is_left_of_a_session(here: Home) -> None:
     sizes = [one["sizes"] for one in notes(here, "many", "sizes") if one["rank"] == 0]
     assert len(sizes) == 1 + len(kills)
     assert sizes[2:] == [sizes[2]] * (len(kills) - 1), sizes
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_hundred_deaths_leave_no_more_than_ten(here: Home) -> None:
+    """Of descriptors, threads and shared mappings of one process."""
+    kills = [kill(1, step, loses=step % 10 == 2) for step in range(1, 101)]
+    command = [sys.executable, "often.py", *here.command(options=())[4:]]
+    ends, err = launch(here, "hundred", command=command, ranks=2, steps=102, kills=kills)
+    assert ends[0]["rejoined"] == len(kills) and ends[1]["replaced"] == len(kills), err
+    sizes = [one["sizes"] for one in notes(here, "hundred", "sizes") if one["rank"] == 0]
+    assert len(sizes) == 1 + len(kills)
+    assert all(late <= max(early) for late, *early in zip(sizes[100], *sizes[1:11], strict=True)), sizes

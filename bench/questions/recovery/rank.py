@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     import ecemb
+    from ecemb.place import Place
 
 DIM = 64
 RECORD_BYTES = 2 * 4 * DIM
@@ -122,13 +123,13 @@ def run(kind: type[Training], order: Order, marks: dict[str, float]) -> None:
         return
     import ecemb
 
-    def again(place: ecemb.Place) -> None:
+    def again(place: Place) -> None:
         train(kind, order, marks if place.calls == 1 else {BACK: time.monotonic()}, place)
 
     ecemb.run(again)
 
 
-def train(kind: type[Training], order: Order, marks: dict[str, float], place: ecemb.Place | None) -> None:
+def train(kind: type[Training], order: Order, marks: dict[str, float], place: Place | None) -> None:
     """Trains for one life of the job.
 
     Args:
