@@ -347,8 +347,8 @@ class Observer:
         finally:
             for descriptor in waiting:
                 os.close(descriptor)
-        killed_at = min(self._read(life, f"killed.{rank}") for rank in self._order.victims)
         told = self.all(life + 1, "{}")
+        killed_at = min(self._read(life, f"killed.{rank}") for rank in self._order.victims)
         stayed = set(survivors) & {one["pid"] for one in told}
         return Life(killed_at, gone, told, len(stayed) / len(survivors))
 
