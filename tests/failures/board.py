@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 # What a worker does, in the order in which a job does it. The table lists them by group.
@@ -182,11 +183,20 @@ class Board:
         return _state(self.get("pid")) not in (b"Z", b"X")
 
 
+def boards_in(folder: Path) -> list[Board]:
+    """All boards that are there; the driver of a soak removes those of starts long ago meanwhile."""
+    found: list[Board] = []
+    for path in folder.glob("*.board"):
+        with suppress(FileNotFoundError):
+            found.append(Board(path))
+    return found
+
+
 def memory_of(board: Board) -> Path | None:
     """The arena of a process's rank: its own, or what an earlier start left, if it has none yet."""
     if own := board.text("arena"):
         return Path(own) if Path(own).exists() else None
-    boards = [Board(path) for path in board.path.parent.glob("*.board")]
+    boards = boards_in(board.path.parent)
     of_rank = [other for other in boards if other.known_rank == board.known_rank and other.text("arena")]
     for other in sorted(of_rank, key=lambda other: other.get("start"), reverse=True):
         if (path := Path(other.text("arena"))).exists():

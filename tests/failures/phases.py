@@ -40,7 +40,7 @@ from ecemb.recovery import background, execute, missing, relay, requester, scrub
 from ecemb.start import create, opening
 from ecemb.step import transaction
 from failures import refusals, sabotage
-from failures.board import BESIDE, PHASES, REBUILD, STARTING, Board, fell_together, memory_of
+from failures.board import BESIDE, PHASES, REBUILD, STARTING, Board, boards_in, fell_together, memory_of
 from failures.plan import TIMED_STEPS, Exact, Plan, Refused, Timed
 
 # The environment's variables that name the run's folder, the first start of this torchrun, and where
@@ -148,7 +148,7 @@ class Worker:
             self.refusal = refusals.Refusal(self.folder, self.start, self.board, Path(os.environ[ARENAS]))
 
     def _boards(self) -> list[Board]:
-        return [Board(path) for path in (self.folder / "boards").glob("*.board")]
+        return boards_in(self.folder / "boards")
 
     def _count_starts(self) -> int:
         """The number of this start of the job, which torchrun doesn't know: workers may have been replaced.
