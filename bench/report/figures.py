@@ -3,8 +3,8 @@
 What lies between `<!-- picture: QUESTION -->`, alone on its line, and `<!-- end -->` is replaced by a
 picture; what follows `<!-- methods: compare -->`, `<!-- choices: compare -->`, `<!-- shares: simulate -->`,
 `<!-- mtbfs: simulate -->` or `<!-- verdicts: simulate -->` by that of `bench.report.choosing`;
-`<!-- restarts: recovery -->` by that of `bench.report.restarts`; and `<!-- versions: compat -->` by that of
-`bench.report.versions`.
+`<!-- restarts: recovery -->` or `<!-- seconds: recovery -->` by that of `bench.report.restarts`; and
+`<!-- versions: compat -->` by that of `bench.report.versions`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ SHOWN = {
     "mtbfs": choosing.mtbfs,
     "verdicts": choosing.verdicts,
     "restarts": restarts.table,
+    "seconds": restarts.sentence,
     "versions": versions.table,
 }
 """Mark -> what makes its table, or its sentences."""

@@ -1,4 +1,4 @@
-"""The table of seconds from a kill to the next step, by how processes start again, for README.md."""
+"""Seconds from a kill to the next step, by how processes start again: a table and a sentence of README.md."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ STARTS: Mapping[str, str] = {
     COLD: "torchrun restarts python",
 }
 """Start -> its column."""
+WHERE: Mapping[str, str] = {
+    STAYS: "the other processes stay",
+    REPLACED: "`ecemb-run` replaces all",
+    WARM: "torchrun restarts all by `ecemb-run`",
+    COLD: "torchrun starts python again",
+}
+"""Start -> it in a sentence."""
 _SPARSE = {"engine": SPARSE, "killed": 1}
 _TORCHREC = {"engine": TORCHREC, "killed": 1}
 LOSSES: Mapping[str, Mapping[str, Any]] = {
@@ -63,6 +70,24 @@ def table(documents: Documents) -> str:
     ]
     shown = tables.grid(("lost", *(STARTS[start] for start in starts)), 1, lines)
     return f"{shown}\n\n{_reading(documents, rows)}"
+
+
+def sentence(documents: Documents) -> str:
+    """What follows the death of a process, by start.
+
+    Raises:
+        Unknown: It was not measured.
+    """
+    rows = of(documents, "recovery")
+    found = seconds(rows, "a process")
+    if not found:
+        raise Unknown(NEXT)
+    said = [f"{value:.2g} s where {WHERE[start]}" for start, value in found.items()]
+    listed = " and ".join(filter(None, [", ".join(said[:-1]), said[-1]]))
+    return (
+        f"**From the kill of a process to the next step of all ranks**: {listed} "
+        f"([table](#a-training-that-loses-a-rank))."
+    )
 
 
 def _reading(documents: Documents, rows: Sequence[Row]) -> str:

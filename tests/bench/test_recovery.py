@@ -169,6 +169,10 @@ def test_the_seconds_of_each_start_are_shown() -> None:
     assert "| 256 MiB of memory, rebuilt first |  | 1.3 s |" in shown
     assert "| 256 MiB of memory, rebuilt beside training | 0.4 s |  |" in shown
     assert "TorchRec" not in shown and "9" not in shown.partition("Medians")[0]
+    assert restarts.sentence([document("recovery", Arguments(), rows)]).startswith(
+        "**From the kill of a process to the next step of all ranks**: 0.23 s where the other processes stay "
+        "and 0.52 s where torchrun restarts all by `ecemb-run` ("
+    )
     said = summary.of_recovery([document("recovery", Arguments(), rows)])
     assert said == (
         "from a kill to the next step: processes stay 0.23 s, restarted warm 0.52 s; "
@@ -176,6 +180,8 @@ def test_the_seconds_of_each_start_are_shown() -> None:
     )
     with pytest.raises(Unknown):
         restarts.table([])
+    with pytest.raises(Unknown):
+        restarts.sentence([])
 
 
 def test_a_recovery_is_told_over_the_copy_of_its_slowest_rank() -> None:
