@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -832,9 +831,8 @@ def protect(
     session.protected = True
     guard = Guard.__new__(Guard)
     guard._begin(session, opened)  # pyright: ignore[reportPrivateUsage]
-    # Without the agents' store, the ranks' store may be the dead one's. TorchRec keeps groups in global
-    # variables: its ranks would not make the same groups again.
-    if session.stay is not None and has_agents_store() and "torchrec.distributed" not in sys.modules:
+    # Without the agents' store, the ranks' store may be the dead one's.
+    if session.stay is not None and has_agents_store():
         request = opened.start.request
         session.stay.at_end(partial(guard._abandon, model, request.optimizers))  # pyright: ignore[reportPrivateUsage]
         session.stay.has_trained(session.rank, opened.memory.arena.constants.arena_id)

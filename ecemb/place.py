@@ -15,11 +15,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import session
+from .engines import torchrec
 from .errors import ConfigurationError, UsageError
 from .guard import Guard
 from .net import staying
@@ -115,9 +117,9 @@ def run(train: Callable[[Place], T]) -> T:
     silence of a host, and under plain torchrun after each failure. An error of `train` is raised.
 
     The global random generators are at each call as at the first one. Variables of modules are not: `train`
-    must not depend on what an earlier call has left there. It builds modules with process groups again, such
-    as DistributedDataParallel, which may wrap a module that is kept. A process that has imported TorchRec's
-    sharding does not stay: it is replaced.
+    must not depend on what an earlier call has left there, and calls the same collectives each time. It
+    builds modules with process groups again: DistributedDataParallel, which may wrap a module that is kept,
+    and what TorchRec shards.
 
     Args:
         train: begins with `ecemb.init_process_group`.
@@ -136,7 +138,7 @@ def run(train: Callable[[Place], T]) -> T:
             "torch.distributed is initialised already, and outside of ecemb.run() it would not end with the "
             "session: call ecemb.init_process_group() in the function that ecemb.run() calls"
         )
-    stay, place, generators = Stay(), Place(), _Generators()
+    stay, place, generators, oldest = Stay(), Place(), _Generators(), _oldest_graph()
     staying.use(stay)
     try:
         while True:
@@ -146,12 +148,12 @@ def run(train: Callable[[Place], T]) -> T:
             except Exception as error:
                 if (watch := _stays(error)) is None:
                     raise
-                _come_back(stay, watch, error)
+                _come_back(stay, watch, oldest, error)
             else:
                 if (watch := _stays(None)) is None:
                     return result
                 del result
-                _come_back(stay, watch, None)
+                _come_back(stay, watch, oldest, None)
             generators.restore()
     finally:
         stay.release()
@@ -171,19 +173,30 @@ def _stays(error: Exception | None) -> FailureDetector | None:
     return watch if watch is not None and watch.stays else None
 
 
-def _come_back(stay: Stay, watch: FailureDetector, error: Exception | None) -> None:
+def _oldest_graph() -> Tensor:
+    """A scalar with a graph of autograd, older than all others of this thread."""
+    with torch.enable_grad():
+        return torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True) * 1
+
+
+def _come_back(stay: Stay, watch: FailureDetector, oldest: Tensor, error: Exception | None) -> None:
     """Ends the session. If that fails, or takes too long, the process ends, and is replaced.
 
     Args:
         stay: how this process stays.
         watch: the session's failure detector.
+        oldest: of `_oldest_graph`.
         error: the error with which the training has ended, if it has.
     """
     try:
         stay.end_session()  # before the frames are dropped: an arena that nothing refers to is never closed
+        torchrec.forget_session()
         _end_threads(watch)
         if error is not None:
             _forget(error)
+        # A backward that was cut off leaves tasks in this thread's queue, and they refer to the tables. The
+        # next one drops them, but only those of operations that came after its own.
+        oldest.backward(retain_graph=True)
         gc.collect()  # what the frames of `train` held, and destructors that end threads and connections
         if made := ddp_buckets.alive():
             raise UsageError(

@@ -17,11 +17,13 @@ Must not know: journals, parity, other ranks.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..coding.rows import Table, base
@@ -33,6 +35,9 @@ from .internals import Before, held, need, own
 from .members import AROUND, AVERAGING, COLLECTIONS, EVICTING, KERNELS, MAPS, check_model, check_module
 
 Optimizer = torch.optim.Optimizer
+
+AGREED = (("torchrec.distributed.collective_utils", "_INITIALIZED"),)
+"""Modules and their variables that say that all ranks have agreed on something."""
 
 
 def find(model: nn.Module) -> FusedTables | None:
@@ -64,6 +69,28 @@ def find(model: nn.Module) -> FusedTables | None:
         if any(kind.__name__ in AVERAGING for kind in type(module).__mro__)
     ]
     return FusedTables(collections, evicting, averaging)
+
+
+def forget_session() -> None:
+    """Ends what TorchRec keeps of process groups that have ended, in a process that goes on with new ones.
+
+    It makes groups, and has ranks agree, once in a process, and says so in global variables: a process that
+    stayed would not do it again with the others. A backward that was cut off leaves requests of lookups that
+    refer to themselves by the graph of autograd, where Python's garbage collector does not look: the tables
+    would stay with them.
+    """
+    for name, module in tuple(sys.modules.items()):
+        if name.partition(".")[0] == "torchrec":
+            for variable, value in tuple(vars(module).items()):
+                if isinstance(value, dist.ProcessGroup):
+                    setattr(module, variable, None)
+    for name, variable in AGREED:
+        if name in sys.modules:
+            setattr(sys.modules[name], variable, False)
+    if (operations := sys.modules.get("torchrec.distributed.comm_ops")) is not None:
+        for thing in gc.get_objects():
+            if issubclass(type(thing), operations.Request):
+                thing.dummy_tensor = None
 
 
 def find_maps(model: nn.Module) -> Remaps | None:

@@ -6,11 +6,13 @@ these tests until it is added. Kill tests (`tests/scenarios/test_torchrec_kills.
 
 from __future__ import annotations
 
+import ast
 import copy
 import gc
 import importlib
 import inspect
 import pkgutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -404,3 +406,34 @@ def test_an_optimizer_whose_state_is_computed_is_refused() -> None:
     ]
     with refused(UnsupportedOptimizer, "SemisyncOptimizer computes its state", "docs/torchrec.md"):
         discover.find(model, {}, [SemisyncOptimizer(dense, *parts)])
+
+
+def assigned_globals() -> set[str]:
+    """Global variables that functions of torchrec.distributed assign, by module."""
+    load_all()
+    found: set[str] = set()
+    for name, module in tuple(sys.modules.items()):
+        parts = name.split(".")
+        if parts[:2] == ["torchrec", "distributed"] and not any(part in NOT_FOR_TRAINING for part in parts):
+            for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    of_one = [one for one in ast.walk(node) if isinstance(one, ast.Global)]
+                    found |= {f"{name}.{variable}" for one in of_one for variable in one.names}
+    return found
+
+
+def test_what_torchrec_keeps_of_a_session_is_set_back_in_a_process_that_stays() -> None:
+    """A new global variable may keep a group, or that ranks have agreed, once in a process."""
+    assert assigned_globals() == set(members.GLOBALS)
+    reset = [name.rpartition(".")[::2] for name, kept in members.GLOBALS.items() if not kept]
+    groups = [(module, variable) for module, variable in reset if variable.endswith(("_PG", "_PG_2D"))]
+    assert {*reset} - {*groups} == {*adapter.AGREED}
+    try:
+        for module, variable in groups:
+            setattr(sys.modules[module], variable, torch.distributed.group.WORLD)
+        for module, variable in adapter.AGREED:
+            setattr(sys.modules[module], variable, True)
+        adapter.forget_session()
+        assert not any(getattr(sys.modules[module], variable) for module, variable in reset)
+    finally:
+        adapter.forget_session()

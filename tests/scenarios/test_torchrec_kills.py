@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from support.torchrec.runs import (
     differences,
     every_table,
     recoveries,
+    rejoined,
     run,
     varied_tables,
 )
@@ -36,7 +38,7 @@ WITH_FEW = [f"{kind}/fp32/rowwise-adagrad/{FEW}" for kind in KILLED["plain"]]
 
 def check(folder: Path, setting: Setting, kills: tuple[Kill, ...]) -> list[str]:
     """Trains undisturbed and unprotected, and again with kills; returns what the recoveries were."""
-    expected = run(folder / "undisturbed", setting)
+    expected = run(folder / "undisturbed", dataclasses.replace(setting, stays=False))
     disturbed = dataclasses.replace(setting, protected=True, kills=kills)
     found = run(folder / "killed", disturbed)
     assert differences(expected, found) == []
@@ -52,6 +54,29 @@ def test_every_sharding_type_and_optimizer_survives(tmp_path: Path) -> None:
     process = Kill(1, (2,), "backward", part=0.5)
     memory = Kill(4, (0, 3), wipe=True)
     assert check(tmp_path, setting, (process, memory)) == ["fresh 0", "process 1", "memory 4 0 3"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "settings"),
+    [
+        pytest.param(varied_tables(*KILLED["plain"]), {"load": 2, "aborts": (3,)}, id="plain"),
+        pytest.param(varied_tables(*KILLED["dense parts"]), {}, id="dense parts", marks=pytest.mark.long),
+        pytest.param(varied_tables(*KILLED["weighted"]), {}, id="weighted", marks=pytest.mark.long),
+        pytest.param(varied_tables(*KILLED["managed"]), {}, id="managed", marks=pytest.mark.long),
+        pytest.param(varied_tables(*KILLED["groups"]), {"groups": 2}, id="groups", marks=pytest.mark.long),
+        pytest.param(
+            varied_tables(*KILLED["plain"]), {"rebuild": "background"}, id="beside", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_processes_stay_and_shard_the_model_again(
+    tmp_path: Path, tables: tuple[str, ...], settings: dict[str, Any]
+) -> None:
+    """TorchRec's groups and agreements of once in a process are made again, with the replacement."""
+    setting = Setting(tables, steps=7, stays=True, **settings)
+    kills = (Kill(1, (2,), "backward", part=0.5), Kill(3, (0, 3), wipe=True), Kill(5, (2,)))
+    assert check(tmp_path, setting, kills) == ["fresh 0", "process 1", "memory 3 0 3", "process 5"]
+    assert rejoined(tmp_path / "killed", setting.ranks)[1] == len(kills)
 
 
 @pytest.mark.long

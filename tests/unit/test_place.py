@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch import nn
 import ecemb
 from ecemb.errors import ConfigurationError, UsageError
 from ecemb.net import staying
-from ecemb.place import Place
+from ecemb.place import Place, _oldest_graph
 from support.refusals import refused
 
 
@@ -61,6 +64,34 @@ def test_what_ends_with_the_session_is_not_kept() -> None:
             place.keep("x", lambda what=what: what)  # type: ignore[misc]
     kept = ecemb.nn.ShardedEmbeddingBag(8, 4)
     assert place.keep("x", lambda: kept) is kept  # of the default group, whichever it is
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise RuntimeError("a peer died")
+
+
+def test_a_backward_of_the_oldest_graph_drops_what_a_failed_one_has_left() -> None:
+    """The part of a graph that had not run yet, with its hooks and all that they refer to."""
+    oldest = _oldest_graph()
+    table = nn.Linear(1, 1)
+    alive = weakref.ref(table)
+    weight = torch.ones(2, requires_grad=True)
+    looked_up = weight * 2
+    looked_up.register_hook(functools.partial(lambda _, gradient: gradient, table))
+    with pytest.raises(RuntimeError, match="a peer died"):
+        (looked_up + Fails.apply(weight)).sum().backward()
+    del table, looked_up
+    gc.collect()
+    assert alive() is not None
+    oldest.backward(retain_graph=True)
+    gc.collect()
+    assert alive() is None
 
 
 def test_without_a_death_it_is_a_plain_call() -> None:

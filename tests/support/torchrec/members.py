@@ -227,3 +227,21 @@ FAMILIES: dict[str, dict[str, Decision]] = {
     "pipeline": PIPELINES,
 }
 """By their titles in docs/torchrec.md."""
+
+_BY_SCRIPT = "the script sets it"
+
+GLOBALS: dict[str, str] = {
+    "torchrec.distributed.comm._INTRA_PG": "",
+    "torchrec.distributed.comm._CROSS_PG": "",
+    "torchrec.distributed.comm._INTRA_PG_2D": "",
+    "torchrec.distributed.comm._CROSS_PG_2D": "",
+    "torchrec.distributed.comm._NODE_GROUP_SIZE_2D": "it is set again with the groups",
+    "torchrec.distributed.collective_utils._INITIALIZED": "",
+    "torchrec.distributed.collective_utils._USE_COLLECTIVE_VALIDATION": "it is agreed again",
+    "torchrec.distributed.comm_ops.GRADIENT_DIVISION": _BY_SCRIPT,
+    "torchrec.distributed.comm_ops.USE_SYNC_COLLECTIVES": _BY_SCRIPT,
+    "torchrec.distributed.embedding.EC_INDEX_DEDUP": _BY_SCRIPT,
+    "torchrec.distributed.global_settings.PROPOGATE_DEVICE": _BY_SCRIPT,
+}
+"""Global variables that functions of torchrec.distributed assign: why a process that stays keeps their value
+after another one's death; "" if `ecemb.engines.torchrec.forget_session` sets them back."""

@@ -45,6 +45,7 @@ import ecemb  # noqa: E402
 from ecemb.engines import contract  # noqa: E402
 from ecemb.kernels import threads  # noqa: E402
 from ecemb.memory.scan import arenas  # noqa: E402
+from ecemb.net import rendezvous, staying, worker_exit  # noqa: E402
 from ecemb.recovery import requester, throttle  # noqa: E402
 from support.torchrec.runs import WHOLE_EVERY  # noqa: E402
 from support.torchrec.stand_ins import collection_on_cpus, hash_on_cpus  # noqa: E402
@@ -209,21 +210,24 @@ def reset_on_cpu() -> None:
 
 
 def count_evictions(folder: Path, killers: list[Killer]) -> None:
-    """Appends to FOLDER/evictions.RANK, for each map that gives rows to other ids: the step, and how many."""
+    """Appends to FOLDER/evictions.RANK, for each map that gives rows to other ids: the step, and how many.
+
+    Once there are killers: not for the batch that gives histories their sizes.
+    """
     update = MCHManagedCollisionModule._update_and_evict
     evict = BaseShardedManagedCollisionEmbeddingCollection._evict
 
     def counted(module: Any, *given: Any) -> None:
         unused = int((module._mch_sorted_raw_ids == module._delimiter).sum()) - 1  # the last is never used
         update(module, *given)
-        if (count := module._evicted_emb_indices.numel() - unused) > 0:
+        if killers and (count := module._evicted_emb_indices.numel() - unused) > 0:
             with (folder / f"evictions.{dist.get_rank()}").open("a") as file:
                 print(killers[0].step, count, file=file)
 
     def evicted(module: Any, evictions: dict[str, Tensor | None]) -> None:
         evict(module, evictions)
         for table, rows in evictions.items():
-            if rows is not None and table.startswith("hashed"):
+            if killers and rows is not None and table.startswith("hashed"):
                 with (folder / f"reused.{dist.get_rank()}").open("a") as file:
                     print(killers[0].step, len(rows), file=file)
         for killer in killers if any(rows is not None for rows in evictions.values()) else ():
@@ -306,6 +310,19 @@ def main() -> None:
     folder = Path(sys.argv[1])
     setting = json.loads((folder / "setting.json").read_text())
     torch.set_num_threads(1)
+    killers: list[Killer] = []
+    if setting["protected"]:  # before methods of the model get ecemb's calls
+        count_evictions(folder, killers)
+    if setting["stays"]:  # however slow the machine is, a process that can come back is not replaced
+        staying.AWAY_S = rendezvous._STUCK_S = rendezvous._PATIENCE_S = worker_exit.NEWS_S = 600.0
+        ecemb.run(lambda _: train(folder, setting, killers))
+    else:
+        train(folder, setting, killers)
+
+
+def train(folder: Path, setting: dict[str, Any], killers: list[Killer]) -> None:
+    killers.clear()
+    assert not [one for one in gc.get_objects() if type(one) is SplitTableBatchedEmbeddingBagsCodegen]
     if setting["protected"]:
         ecemb.init_process_group("gloo", job=setting["job"], arena_dir=folder / "arenas")
     else:
@@ -318,8 +335,6 @@ def main() -> None:
             os.environ[requester.POISON] = "1"
         n, k = setting["code"]
         contract._CHUNK_BYTES = 1000  # so that all rows of a table are several chunks
-        killers: list[Killer] = []
-        count_evictions(folder, killers)  # before methods of the model get ecemb's calls
         guard = ecemb.protect(
             training.model,
             optimizers=training.optimizer,
@@ -346,6 +361,7 @@ def main() -> None:
             training.evaluate(step)
             if step == setting["save"]:
                 guard.save(folder / "saved")
+        (folder / f"rejoined.{training.rank}").write_text(str(guard.stats()["rejoined"]))
         (folder / f"tables.{training.rank}").write_text("\n".join(guard.tables))
         end = training.end()
         guard.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ class Setting:
         resume: the checkpoint that a protected run begins from.
         rebuild: whether training waits for lost rows, as `ecemb.protect` takes it; if it doesn't, they come
             when they are looked up, and the others every `WHOLE_EVERY` steps.
+        stays: whether `ecemb.run` trains under `ecemb-run`, in processes that stay when others are killed.
     """
 
     tables: tuple[str, ...]
@@ -117,6 +119,7 @@ class Setting:
     rebuild: str = "blocking"
     kills: tuple[Kill, ...] = ()
     protected: bool = False
+    stays: bool = False
     job: str = "torchrec-kills"
 
 
@@ -154,18 +157,41 @@ def run(folder: Path, setting: Setting, deadline_s: float = 900) -> list[dict[st
     """
     (folder / "arenas").mkdir(parents=True, mode=0o700)
     (folder / "setting.json").write_text(json.dumps(dataclasses.asdict(setting)))
-    forked(folder, setting.ranks, len(setting.kills), "run_worker.py", str(folder), deadline_s=deadline_s)
+    restarts = 0 if setting.stays else len(setting.kills)
+    arenas = folder / "arenas" if setting.stays else None
+    forked(folder, setting.ranks, restarts, "run_worker.py", str(folder), deadline_s=deadline_s, stays=arenas)
     return [torch.load(folder / f"end.{rank}", weights_only=True) for rank in range(setting.ranks)]
 
 
 def forked(
-    folder: Path, ranks: int, restarts: int, script: str, *words: str, deadline_s: float = 900
+    folder: Path,
+    ranks: int,
+    restarts: int,
+    script: str,
+    *words: str,
+    deadline_s: float = 900,
+    stays: Path | None = None,
 ) -> None:
-    """Runs a script of this folder under torchrun to the end, with workers that needn't import TorchRec."""
+    """Runs a script of this folder under torchrun to the end, with workers that needn't import TorchRec.
+
+    Args:
+        folder: gets the log.
+        ranks: number of ranks.
+        restarts: by torchrun.
+        script: of this folder.
+        words: its arguments.
+        deadline_s: for the end.
+        stays: folder of arenas, if `ecemb-run` starts the workers.
+    """
     options = ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    command = (
+        []
+        if stays is None
+        else ["--no-python", sys.executable, "-m", "ecemb", "run", "--arena-dir", str(stays)]
+    )
     process = agents.start(
         IMPORTS,
-        [*options, str(HERE / script), *words],
+        [*options, *command, str(HERE / script), *words],
         folder / "log",
         {"PYTHONWARNINGS": "ignore"},
         cwd=folder,
@@ -184,6 +210,11 @@ def forked(
 def recoveries(folder: Path) -> list[str]:
     """Kind, step and lost ranks of each start, as rank 0 saw them."""
     return (folder / "recoveries.0").read_text().splitlines()
+
+
+def rejoined(folder: Path, ranks: int) -> list[int]:
+    """How often each rank's last process has stayed after another one's death."""
+    return [int((folder / f"rejoined.{rank}").read_text()) for rank in range(ranks)]
 
 
 def differences(expected: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[str]:
