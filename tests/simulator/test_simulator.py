@@ -23,7 +23,7 @@ def test_a_run_follows_from_its_seed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["vote_is_not_awaited", "inbox_is_not_sealed", "no_undo", "failed_collective_counts"]
+    "name", ["no_agreement", "inbox_is_not_sealed", "no_undo", "failed_collective_counts"]
 )
 def test_a_planted_defect_is_found(name: str) -> None:
     assert defects.search(defects.DEFECTS[name], range(40)) is not None
