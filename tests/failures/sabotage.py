@@ -1,8 +1,8 @@
 """Recovery with a part left out, or a step without one of its rules, to see that it is noticed.
 
 Installed in workers under test, by patching. Each part of recovery must be one whose absence lets
-training go on and end as if nothing were wrong. The rules are those of docs/protocol.md, 1.1; `test_rules.py`
-breaks them as well, at exact moments.
+training go on and end as if nothing were wrong. The rules are those of docs/protocol.md, 1.1. The simulator
+plants the same patches, and more (`tests/simulator/defects.py`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def label_first() -> list[Patch]:
     def arm(self: RowJournal, transaction: int, *_: int) -> None:
         self._arena.set("rows_label", transaction)
         self._arena.set("rows_bytes", 0)
-        self._drop(0)
+        self._drop()
 
     return [(RowJournal, "arm", arm)]
 

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,7 +207,7 @@ class Rank:
             for other in others:
                 life.net.cut(self.rank, other, silently=kind == "silence")
 
-    fails = False
+    fails = _is_drained = False
 
     def die(self, why: str) -> None:
         """The process ends here and now."""
@@ -265,15 +265,10 @@ class Rank:
         training = Training(job, self.session.rank, life.run.baton.moment)
         guard = self.guard = training.protect()
         life.begun(self, guard, training)
-        for step in guard.steps(job.steps):
-            self.mark(f"step {step.number}")
-            with step:
-                training.step(step.number, guard.touch)
-                if self.fails:
-                    life.is_disturbed = True
-                    raise ValueError("the user's code fails")
-                if (step.number, self.rank) in job.aborts:
-                    step.abort()
+        cancels = {step for step, rank in job.cancels if rank == self.rank}
+        while guard.next_step < job.steps or not self._is_drained:
+            with suppress(StopIteration):
+                self._train(guard, training, cancels)
         if job.rebuild == "background":
             guard.wait_rebuilt()
         life.compare(self, training, job.steps, "at the end")
@@ -283,6 +278,22 @@ class Rank:
             if report.findings:
                 raise Difference(f"rank {self.rank}: scrub() finds {report}")
         guard.close()
+
+    def _train(self, guard: Any, training: Training, cancels: set[int]) -> None:
+        """Runs the steps that are left. The script's data end where a step is cancelled, and begin again."""
+        for step in guard.steps(self.life.job.steps):
+            self.mark(f"step {step.number}")
+            with step:
+                if step.number in cancels:
+                    cancels.remove(step.number)
+                    raise StopIteration
+                training.step(step.number, guard.touch)
+                if self.fails:
+                    self.life.is_disturbed = True
+                    raise ValueError("the user's code fails")
+                if (step.number, self.rank) in self.life.job.aborts:
+                    step.abort()
+        self._is_drained = True
 
     def _join(self) -> Session:
         """`ecemb.init_process_group`, with the simulated store and network."""
@@ -347,7 +358,8 @@ class Life:
     """One launch of all workers."""
 
     def __init__(self, run: Run, number: int, faults: list[Fault]) -> None:
-        self.run, self.number, self.faults, self.job = run, number, faults, run.job
+        self.run, self.number, self.faults = run, number, faults
+        self.job = run.job if number == 0 else dataclasses.replace(run.job, **draw_options(run.rng))
         self.hosts = run.hosts
         self.net = Net(run.baton, run.rng, run.delay_s, run.room)
         self.ranks = [Rank(self, index) for index in range(self.job.size)]
@@ -594,24 +606,32 @@ def draw_job(rng: random.Random) -> Job:
     hosts = tuple(f"host{rank // per_host}" for rank in range(size))
     steps = rng.randint(2, 8)
     aborts = {(step, rng.randrange(size)) for step in range(steps) if rng.random() < 0.08}
+    cancels = {(step, rank) for step in range(steps) for rank in range(size) if rng.random() < 0.02}
     return Job(
         seed=rng.randrange(2**31),
         hosts=hosts,
         code=(n, k),
         domain="host",
         steps=steps,
-        window=rng.choice((1, 1, 2, 3)),
-        overlap=rng.random() < OVERLAP,
-        rebuild="background" if rng.random() < BACKGROUND else "blocking",
+        **draw_options(rng),
         rows=tuple((rng.randint(1, 9), rng.randint(1, 6), rng.randint(1, 12)) for _ in range(size)),
         dims=(rng.randint(1, 5), rng.randint(1, 4), rng.randint(1, 6)),
         aborts=frozenset(aborts),
+        cancels=frozenset(cancels),
         verify=rng.choice((0.0, 0.0, 1.0)),
         compare_every=rng.choice((1, 2, 1000)),
     )
 
 
-OVERLAP, BACKGROUND = 0.3, 0.3
+def draw_options(rng: random.Random) -> dict[str, Any]:
+    """What each start may choose for itself."""
+    return {
+        "window": rng.choice((1, 1, 2, 3)),
+        "overlap": rng.random() < 0.3,
+        "rebuild": "background" if rng.random() < 0.3 else "blocking",
+    }
+
+
 _FOR_PEOPLE = WORDS.index(Word.COMMITTED_NS)
 PLACES = [
     *(
