@@ -34,7 +34,7 @@ PLANNED: Mapping[str, float] = {
     "quality": 2,
     "quantization": 2,
     "rebuild": 24,
-    "recovery": 13,
+    "recovery": 12,
     "scaling": 1,
     "simulate": 1,
     "start": 1.5,

@@ -29,7 +29,7 @@ BY_PATH = {
     "processes": ("unit/launch/", "unit/tools/test_check.py", "unit/tools/test_rehearse_run.py"),
     "torchrec": ("torchrec",),
     "slow": (
-        "scenarios/test_recovery.py",
+        "scenarios/test_undeclared.py",
         "scenarios/test_resume.py",
         "baselines/cpr/test_recovery.py",
         "baselines/float_parity/test_drift.py",

@@ -60,7 +60,10 @@ def of(question: str, answers: Documents) -> list[str]:
 
 
 _WINDOWS = (1, 16, "auto")
-_LOST = {"kind": ("memory",), "table_bytes": (256 << 20,), "killed": (1,), "engine": ("sparse",)}
+_LOST = {
+    **{"kind": ("memory",), "table_bytes": (256 << 20,), "killed": (1,), "engine": ("sparse",)},
+    "rebuild": ("blocking",),
+}
 _RANKS = {"ranks": (4, 16, 256, 4096)}
 _METHODS = (
     *("full, async", "Check-N-Run", "CPR", "snapshots x2"),
@@ -258,19 +261,13 @@ EXCERPTS: Mapping[str, tuple[Excerpt, ...]] = {
     "recovery": (
         Excerpt("From a kill to the next step", ("kill_to_step_s",), columns_of="start"),
         Excerpt("The same, over a warm start by torchrun", ("over_warm",), columns_of="start"),
-        Excerpt(
-            "Phases of a recovery of a process",
-            ("recovery_phase_s",),
-            {"kind": ("process",), "table_bytes": (64 << 20,), "engine": ("sparse",)},
-            columns_of="start",
-        ),
+        Excerpt("Processes that stayed, of those that were not killed", ("stayed",)),
         Excerpt(
             "Phases of a recovery with 256 MiB of lost memory",
             ("recovery_phase_s",),
             _LOST,
             columns_of="start",
         ),
-        Excerpt("Processes that stayed, of those that were not killed", ("stayed",)),
         Excerpt("What ecemb adds to a restart", ("added_recovery_s",)),
         Excerpt("How fast lost memory is rebuilt", ("rebuild_gb_per_s",)),
         Excerpt("Speed of a rebuild, over that of plain messages", ("rebuild_over_wire",)),

@@ -80,7 +80,11 @@ def test_the_pages_are_short_and_nothing_that_they_are_to_show_is_missing() -> N
         answers = figures.of(documents, question)
         for excerpt in chosen if answers else ():
             rows = excerpt.rows(answers)
-            assert {row["metric"] for row in rows} == set(excerpt.metrics), excerpt
+            metrics = {row["metric"] for row in rows}
+            assert metrics <= set(excerpt.metrics), excerpt
+            if any("stale" in answer for answer in answers) and not rows:
+                continue  # the question has it only since
+            assert metrics == set(excerpt.metrics), excerpt
             for label, values in excerpt.where.items():
                 shown = {str(row.get(label)).partition(":")[0] for row in rows}
                 assert shown == set(map(str, values)), excerpt

@@ -1,8 +1,8 @@
 """Recovery with a part left out, or a step without one of its rules, to see that it is noticed.
 
 Installed in workers under test, by patching. Each part of recovery must be one whose absence lets
-training go on and end as if nothing were wrong. The rules are those of docs/protocol.md, 1.1; `test_rules.py`
-breaks them as well, at exact moments.
+training go on and end as if nothing were wrong. The rules are those of docs/protocol.md, 1.1. The simulator
+plants the same patches, and more (`tests/simulator/defects.py`).
 """
 
 from __future__ import annotations
@@ -28,25 +28,17 @@ Patch = tuple[Any, str, Callable[..., Any]]
 
 def install(part: Sabotage) -> None:
     """Leave out a part of every recovery, or a rule of every step."""
-    if part in RULES:
-        for owner, name, function in RULES[part]():
-            setattr(owner, name, function)
-        return
-    {
-        "undo": _no_undo,
-        "redo": _no_redo,
-        "generators": _no_generators,
-        "replicated": _no_replicated,
-        "rebuild": _no_rebuild,
-        "waiting": _no_waiting,
-    }[part]()
+    for owner, name, function in PARTS[part]():
+        setattr(owner, name, function)
 
 
-def _no_undo() -> None:
-    RowJournal.undo = lambda self: 0
+def no_undo() -> list[Patch]:
+    """Recovery does not undo rows."""
+    return [(RowJournal, "undo", lambda self: 0)]
 
 
-def _no_redo() -> None:
+def no_redo() -> list[Patch]:
+    """Redoing a prepared transaction leaves parity as it is."""
     roll_to = RankMemory.roll_to
 
     def without_parity(self: RankMemory, transaction: int) -> Any:
@@ -56,10 +48,11 @@ def _no_redo() -> None:
         finally:
             self.parity = parity
 
-    RankMemory.roll_to = without_parity
+    return [(RankMemory, "roll_to", without_parity)]
 
 
-def _no_generators() -> None:
+def no_generators() -> list[Patch]:
+    """A start leaves torch's generator as the script has seeded it."""
     unpack = RankState.unpack
 
     def but_generators(self: RankState, data: bytes, **options: Any) -> None:
@@ -67,20 +60,22 @@ def _no_generators() -> None:
         unpack(self, data, **options)
         torch.set_rng_state(state)
 
-    RankState.unpack = but_generators
+    return [(RankState, "unpack", but_generators)]
 
 
-def _no_replicated() -> None:
-    ReplicatedState.load = lambda self, slots, transaction: None
+def no_replicated() -> list[Patch]:
+    """A start leaves dense state as the script has made it."""
+    return [(ReplicatedState, "load", lambda self, slots, transaction: None)]
 
 
-def _no_rebuild() -> None:
-    execute.rebuild_lost = lambda *args: 0
-    execute._verify = lambda *args: None
+def no_rebuild() -> list[Patch]:
+    """A replacement rank's rows and parity stay empty."""
+    return [(execute, "rebuild_lost", lambda *_: 0), (execute, "_verify", lambda *_: None)]
 
 
-def _no_waiting() -> None:
-    Requester.ensure = lambda self, table, ids: None
+def no_waiting() -> list[Patch]:
+    """Steps read rows of a replacement rank that have not arrived."""
+    return [(Requester, "ensure", lambda self, table, ids: None)]
 
 
 def no_agreement() -> list[Patch]:
@@ -94,7 +89,7 @@ def label_first() -> list[Patch]:
     def arm(self: RowJournal, transaction: int, *_: int) -> None:
         self._arena.set("rows_label", transaction)
         self._arena.set("rows_bytes", 0)
-        self._drop(0)
+        self._drop()
 
     return [(RowJournal, "arm", arm)]
 
@@ -169,7 +164,13 @@ def oldest_first() -> list[Patch]:
     return [(RankMemory, "undo", undo)]
 
 
-RULES: dict[str, Callable[[], list[Patch]]] = {
+PARTS: dict[Sabotage, Callable[[], list[Patch]]] = {
+    "undo": no_undo,
+    "redo": no_redo,
+    "generators": no_generators,
+    "replicated": no_replicated,
+    "rebuild": no_rebuild,
+    "waiting": no_waiting,
     "agreement": no_agreement,
     "journal": rows_first,
     "inbox": prepared_first,

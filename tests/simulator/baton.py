@@ -121,16 +121,17 @@ class Baton:
     def moment(self) -> None:
         """The task that runs may be interrupted here, and another one may go on."""
         task = self.current
-        if task is None or task.thread is not threading.current_thread():
+        if task is None or task.thread.ident != threading.get_ident():
             return
-        if task.process.is_dead:
+        process = task.process
+        if process.is_dead:
             raise Killed
         self.moments += 1
         self.now += TICK_S
         if self.moments > MOST_MOMENTS:
             raise Stuck(f"{MOST_MOMENTS} moments, and the run has not ended")
-        task.process.at_moment()
-        if task.process.is_stopped or self._rng.random() < self._rate:
+        process.at_moment()
+        if process.is_stopped or self._rng.random() < self._rate:
             self._give_on(task)
 
     def block(self, ready: Callable[[], bool], until: float | None = None) -> bool:
@@ -139,7 +140,7 @@ class Baton:
         Outside of tasks nothing changes meanwhile, so it returns at once.
         """
         task = self.current
-        if task is None or task.thread is not threading.current_thread():
+        if task is None or task.thread.ident != threading.get_ident():
             return ready()
         self.moment()
         while not ready():
@@ -180,7 +181,16 @@ class Baton:
         while True:
             while self._events and self._events[0][0] <= self.now:
                 heapq.heappop(self._events)[2]()
-            able = [one for one in self._tasks if self._is_able(one)]
+            now = self.now
+            able = [
+                one
+                for one in self._tasks
+                if one.process.is_dead
+                or (
+                    not one.process.is_stopped
+                    and (one.ready is None or (one.until is not None and now >= one.until) or one.ready())
+                )
+            ]
             if able:
                 chosen = able[0] if len(able) == 1 else self._rng.choice(able)
                 self.trace = zlib.crc32(f"{chosen.name} {self.moments}".encode(), self.trace)
@@ -196,13 +206,6 @@ class Baton:
                         one.process.is_dead = True
                 else:
                     self.now = max(self.now, min(times))
-
-    def _is_able(self, task: Task) -> bool:
-        if task.process.is_dead:
-            return True
-        if task.process.is_stopped:
-            return False
-        return task.ready is None or (task.until is not None and self.now >= task.until) or task.ready()
 
 
 class Threads:

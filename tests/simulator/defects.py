@@ -1,7 +1,8 @@
 """Defects that are planted in the product, to see within how many seeds the simulator finds each.
 
 A defect leaves out one rule of the protocol (docs/protocol.md), by a patch of the function that has it. The
-table says which seed found it first, and by what.
+table says after how many seeds it was found, and by what. A defect that shows in no run has a test, which is
+run with the defect planted.
 """
 
 from __future__ import annotations
@@ -11,44 +12,67 @@ import dataclasses
 import fnmatch
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 
+from ecemb.coding.parity import ParityBlocks
 from ecemb.errors import PeerFailure
-from ecemb.memory.header import State, Word
-from ecemb.memory.journal import Inbox, ParityJournal, RowJournal
+from ecemb.guard import Guard
+from ecemb.memory import classify
+from ecemb.memory.arena import Arena
+from ecemb.memory.header import NONE, State, Word
+from ecemb.memory.journal import Inbox, Outbox, ParityJournal, RowJournal
 from ecemb.memory.rank_memory import RankMemory, Slots
 from ecemb.net.collectives import Transport, Waits
 from ecemb.recovery import execute
+from ecemb.recovery.missing import Missing
 from ecemb.recovery.plan import RecoveryPlan, plan_recovery
-from ecemb.start import agree
+from ecemb.recovery.requester import Requester
+from ecemb.recovery.server import Snapshot
+from ecemb.start import agree, opening
 from ecemb.state.rank_state import RankState
-from ecemb.state.replicated import ReplicatedState
 from ecemb.step.agreement import Agreement
 from ecemb.step.transaction import Transactions
+from ecemb.step.window import Window
 from failures import sabotage
 from failures.sabotage import Patch
 from simulator import job
+from simulator.network import Store
 
-DEFECTS: dict[str, Callable[[], list[Patch]]] = {}
+_ROOT = Path(__file__).resolve().parents[2]
+
+DEFECTS: dict[str, Callable[[], list[Patch]]] = {
+    make.__name__: make
+    for make in (
+        sabotage.no_agreement,
+        sabotage.label_first,
+        sabotage.rows_first,
+        sabotage.prepared_first,
+        sabotage.one_journal,
+        sabotage.oldest_first,
+        sabotage.no_undo,
+        sabotage.no_redo,
+        sabotage.no_replicated,
+        sabotage.no_rebuild,
+        sabotage.no_waiting,
+    )
+}
+"""Name -> the patches. A docstring is the line of the table."""
 
 
 def defect(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
-    """Adds a defect to the table, under its function's name; the docstring is its line in the table."""
+    """Adds a defect to the table, under its function's name."""
     DEFECTS[make.__name__] = make
     return make
 
 
 # --- the step ---
-
-
-@defect
-def vote_is_not_awaited() -> list[Patch]:
-    """Parity is changed without knowing that all ranks have prepared."""
-    return sabotage.no_agreement()
 
 
 @defect
@@ -60,12 +84,6 @@ def vote_ignores_a_no() -> list[Patch]:
         decision.votes.run(np.array([1], np.int64), what)
 
     return [(Agreement, "vote", vote)]
-
-
-@defect
-def prepared_before_the_inbox() -> list[Patch]:
-    """A rank says that it is prepared before its inbox is complete."""
-    return sabotage.prepared_first()
 
 
 @defect
@@ -90,24 +108,6 @@ def deltas_applied_twice() -> list[Patch]:
 def inbox_is_not_sealed() -> list[Patch]:
     """The inbox keeps the label of an earlier transaction."""
     return [(Inbox, "seal", lambda self, transaction: None)]
-
-
-@defect
-def rows_before_the_journal() -> list[Patch]:
-    """Rows change before their old bytes are in the journal: the count is stored late."""
-    return sabotage.rows_first()
-
-
-@defect
-def one_journal() -> list[Patch]:
-    """A transaction begins in the journal that the one before may still need."""
-    return sabotage.one_journal()
-
-
-@defect
-def oldest_undone_first() -> list[Patch]:
-    """Of two transactions, the older one is undone first."""
-    return sabotage.oldest_first()
 
 
 @defect
@@ -160,13 +160,75 @@ def abort_keeps_rank_state() -> list[Patch]:
     return [(RankState, "unpack", unpacks)]
 
 
-# --- recovery ---
+class _Before:
+    """An arena of which a word has the value of before."""
+
+    def __init__(self, arena: Any, word: Word, value: int) -> None:
+        self._arena, self._word, self._value = arena, word, value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._arena, name)
+
+    def get(self, word: Word) -> int:
+        return self._value if word is self._word else self._arena.get(word)
 
 
 @defect
-def no_undo() -> list[Patch]:
-    """Recovery does not undo rows."""
-    return [(RowJournal, "undo", lambda self: 0)]
+def count_before_entry() -> list[Patch]:
+    """The journal's count is stored before the old records."""
+    save = RowJournal._save
+
+    def saves(self: RowJournal, table: int, ids: Any) -> Any:
+        arena, used = self._arena, self._arena.get(self._bytes)
+        width = self._space.named[table].table.layout.record_words
+        size_bytes = 8 * (2 + len(ids) * (1 + width))
+        arena.reserve(self._region, used + size_bytes)
+        arena.set(self._bytes, used + size_bytes)
+        self._arena = _Before(arena, self._bytes, used)  # pyright: ignore
+        try:
+            return save(self, table, ids)
+        finally:
+            self._arena = arena
+
+    return [(RowJournal, "_save", saves)]
+
+
+@defect
+def parity_label_before_row() -> list[Patch]:
+    """The parity journal gets its label while it names a row of the transaction before."""
+
+    def begin(self: ParityJournal, transaction: int) -> None:
+        self._arena.set(Word.PARITY_LABEL, transaction)
+        self._arena.set(Word.PARITY_ROW, NONE)
+
+    return [(ParityJournal, "begin", begin)]
+
+
+@defect
+def undo_beside_the_commit() -> list[Patch]:
+    """An exception undoes its step while the other thread is at work on the step before."""
+    undo = Transactions.undo
+
+    def undoes(self: Transactions, error: BaseException) -> None:
+        self._pending = None
+        undo(self, error)
+
+    return [(Transactions, "undo", undoes)]
+
+
+@defect
+def newer_rows_in_deltas() -> list[Patch]:
+    """Deltas that are laid out beside the next body say what that has made of the rows."""
+    return [(Outbox, "_correct", lambda self, *_: None)]
+
+
+@defect
+def full_window_is_not_halved() -> list[Patch]:
+    """A window whose journal ran out of memory is run again at the same size."""
+    return [(Window, "run_out", lambda self: None)]
+
+
+# --- recovery ---
 
 
 @defect
@@ -178,21 +240,6 @@ def stale_journal_is_not_undone() -> list[Patch]:
         return undone[-1].undo() if undone else 0
 
     return [(RankMemory, "undo", undo)]
-
-
-@defect
-def redo_skips_parity() -> list[Patch]:
-    """Redoing a prepared transaction leaves parity as it is."""
-    roll_to = RankMemory.roll_to
-
-    def without_parity(self: RankMemory, transaction: int) -> Any:
-        parity, self.parity = self.parity, None
-        try:
-            return roll_to(self, transaction)
-        finally:
-            self.parity = parity
-
-    return [(RankMemory, "roll_to", without_parity)]
 
 
 @defect
@@ -219,18 +266,6 @@ def _planned(choose: Callable[..., int], word: str = "prepared") -> Callable[...
 
 
 @defect
-def dense_state_is_not_restored() -> list[Patch]:
-    """A start leaves dense state as the script has made it."""
-    return [(ReplicatedState, "load", lambda self, slots, transaction: None)]
-
-
-@defect
-def lost_memory_is_not_rebuilt() -> list[Patch]:
-    """A replacement rank's rows and parity stay empty."""
-    return [(execute, "rebuild_lost", lambda *_: 0), (execute, "_verify", lambda *_: None)]
-
-
-@defect
 def live_before_it_is_rebuilt() -> list[Patch]:
     """A replacement's arena counts before its rows and parity are there."""
     rebuild = execute.rebuild_lost
@@ -243,6 +278,183 @@ def live_before_it_is_rebuilt() -> list[Patch]:
         return rebuild(memory, *arguments)
 
     return [(execute, "rebuild_lost", rebuilds)]
+
+
+@defect
+def decided_is_undone() -> list[Patch]:
+    """Recovery undoes the transaction that was decided as well."""
+
+    def undo(self: RankMemory, transaction: int) -> int:
+        undone = [one for one in self.journals if one.label >= transaction]
+        return sum(one.undo() for one in sorted(undone, key=lambda one: one.label, reverse=True))
+
+    return [(RankMemory, "undo", undo)]
+
+
+@defect
+def prepared_is_lowered_late() -> list[Patch]:
+    """`prepared` is lowered to the decided transaction after rows are undone."""
+    roll_to = RankMemory.roll_to
+
+    def rolls(self: RankMemory, transaction: int) -> Any:
+        if self.committed <= transaction:
+            self.undo(transaction)
+        return roll_to(self, transaction)
+
+    return [(RankMemory, "roll_to", rolls)]
+
+
+@defect
+def half_changed_row_counts() -> list[Patch]:
+    """A redo takes the parity row that was changing for a row that has changed."""
+    return [(ParityBlocks, "finish_", lambda self, *_: None)]
+
+
+@defect
+def undone_journal_keeps_its_label() -> list[Patch]:
+    """A journal that was undone is not void."""
+    undo = RowJournal.undo
+
+    def undoes(self: RowJournal) -> int:
+        label = self.label
+        rows = undo(self)
+        self._arena.set(self._label, label)
+        return rows
+
+    return [(RowJournal, "undo", undoes)]
+
+
+@defect
+def rebuilt_while_others_roll() -> list[Patch]:
+    """Lost memory is rebuilt from ranks that have still to undo or redo."""
+    together = Transport.together
+
+    def alone(self: Transport, what: str, act: Callable[[], Any]) -> Any:
+        return act() if what == "undo and redo" else together(self, what, act)
+
+    return [(Transport, "together", alone)]
+
+
+@defect
+def slices_are_not_copied() -> list[Patch]:
+    """A replacement has no slices of dense state when it is LIVE."""
+    return [(execute, "copy_lost", lambda *_: 0)]
+
+
+# --- a rank that is rebuilt beside training ---
+
+
+@defect
+def snapshot_has_newer_rows() -> list[Patch]:
+    """A holder sends rows as the next transaction has made them."""
+    return [(Snapshot, "_undo", lambda self, *_: None)]
+
+
+@defect
+def parity_is_sent_while_it_changes() -> list[Patch]:
+    """A holder sends parity to which it is adding the deltas of the next transaction."""
+    has: Any = property(lambda self: self._memory.committed == self._of)
+    return [(Snapshot, "_has_parity", has)]
+
+
+@defect
+def old_parity_is_stored() -> list[Patch]:
+    """A rank stores parity that it asked for before its last commit."""
+    return [(Requester, "pause", lambda self: None)]
+
+
+@defect
+def trained_rows_are_overwritten() -> list[Patch]:
+    """A rank stores rows that it has by now as well."""
+
+    def stores(self: Missing, owner: int, ids: Any, records: Any) -> None:
+        self._space.named[owner].table.scatter_(ids, records)
+        store(self, owner, ids, records)
+
+    store = Missing._store_rows
+    return [(Missing, "_store_rows", stores)]
+
+
+# --- which arenas count ---
+
+
+@defect
+def rebuilding_survives() -> list[Patch]:
+    """An arena that is REBUILDING counts."""
+    holds = classify._holds
+
+    def held(one: Any, living: Any) -> bool:
+        return one.state is State.REBUILDING or holds(one, living)
+
+    return [(classify, "_holds", held)]
+
+
+@defect
+def initial_is_lost() -> list[Patch]:
+    """An arena that is INIT and prepared does not count beside one that is LIVE."""
+    return [(classify, "_holds", lambda one, living: one.state is State.LIVE)]
+
+
+@defect
+def rebuilding_shows_no_start() -> list[Patch]:
+    """An arena that is REBUILDING does not show that the job had started."""
+    return [(classify, "_shows_a_start", lambda one: one.state is State.LIVE)]
+
+
+@defect
+def opened_is_not_stored() -> list[Patch]:
+    """No arena says which generation was opened."""
+    return [(RankMemory, "mark_opened", lambda self, generation: None)]
+
+
+@defect
+def start_is_not_marked() -> list[Patch]:
+    """The store does not say that the job has started."""
+    return [(opening, "_flag_started", lambda *_: None)]
+
+
+@defect
+def mark_has_no_generation() -> list[Patch]:
+    """The store's mark does not say which generation was opened."""
+    return [(opening, "_flag_started", lambda start, _: start.session.job_flags.set("started", "0"))]
+
+
+@defect
+def generation_id_is_kept() -> list[Patch]:
+    """An arena has the id of its last generation while it joins another one."""
+
+    def join(self: Arena, generation: int, generation_id: int) -> None:
+        self.set(Word.JOINED, generation)
+        self.set(Word.GENERATION_ID, generation_id)
+
+    return [(Arena, "join", join)]
+
+
+# --- the end ---
+
+
+@defect
+def closed_before_the_last_commit() -> list[Patch]:
+    """`close` does not wait for steps that are not committed."""
+    return [(Guard, "_drain", lambda self: None)]
+
+
+@defect
+def no_tombstone() -> list[Patch]:
+    """No arena says that the job is finished."""
+    return [(RankMemory, "finish", lambda self: None)]
+
+
+@defect
+def end_is_not_marked() -> list[Patch]:
+    """The store does not say that the job is finished."""
+    put = Store.set
+
+    def puts(self: Store, key: str, value: Any) -> None:
+        if key != "finished":
+            put(self, key, value)
+
+    return [(Store, "set", puts)]
 
 
 # --- the network ---
@@ -286,7 +498,13 @@ def _without(barrier: str) -> Callable[[], list[Patch]]:
     return make
 
 
-for _name in ("joining the generation", "the initial state", "the end of recovery", "closing the job"):
+for _name in (
+    "joining the generation",
+    "the initial state",
+    "the end of recovery",
+    "closing the job",
+    "the end of the job",
+):
     DEFECTS["no_barrier_at_" + _name.replace(" ", "_")] = _without(_name)
 
 
@@ -297,6 +515,10 @@ def planted(make: Callable[[], list[Patch]]) -> Generator[None]:
         for owner, name, function in make():
             stack.enter_context(mock.patch.object(owner, name, function))
         yield
+
+
+TESTS: dict[str, str] = {}
+"""Defect that shows in no run -> the test that notices it."""
 
 
 def search(make: Callable[[], list[Patch]], seeds: range) -> tuple[int, str] | None:
@@ -310,26 +532,48 @@ def search(make: Callable[[], list[Patch]], seeds: range) -> tuple[int, str] | N
     return None
 
 
+class _Failures:
+    """A plugin of pytest."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash: Any = getattr(report.longrepr, "reprcrash", None)
+            self.texts.append(str(report.longrepr) if crash is None else crash.message)
+
+
+def noticed(make: Callable[[], list[Patch]], test: str) -> str | None:
+    """What a test says of a defect; None if it passes."""
+    seen = _Failures()
+    with planted(make), redirect_stdout(StringIO()):
+        pytest.main(["-q", "-n0", "-p", "no:cacheprovider", str(_ROOT / test)], plugins=[seen])
+    return " ".join(seen.texts[0].split()) if seen.texts else None
+
+
 def main(words: Sequence[str]) -> int:
-    """Prints the table; returns 1 if a defect is not found."""
+    """Prints the table; returns 1 if a defect is not noticed."""
     parser = argparse.ArgumentParser(prog="python tests/simulator defects")
-    parser.add_argument("--seeds", type=int, default=300, help="the most seeds for a defect")
+    parser.add_argument("--seeds", type=int, default=2000, help="the most seeds for a defect")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--only", default="*", help="names of defects, with *")
     given = parser.parse_args(words)
     missed = 0
-    print("| defect | seeds | seen as |\n|---|---|---|", flush=True)
+    print("| defect | noticed by | as |\n|---|---|---|", flush=True)
     for name, make in DEFECTS.items():
         if not fnmatch.fnmatch(name, given.only):
             continue
         began = time.process_time()
-        found = search(make, range(given.first, given.first + given.seeds))
-        missed += found is None
-        seeds, seen = (
-            ("none of " + str(given.seeds), "") if found is None else (found[0] - given.first + 1, found[1])
-        )
+        if (test := TESTS.get(name)) is not None:
+            by, seen = test.replace("::", ", "), noticed(make, test)
+        else:
+            found = search(make, range(given.first, given.first + given.seeds))
+            by, seen = ("", None) if found is None else (f"{found[0] - given.first + 1} seeds", found[1])
+        if seen is None:
+            missed += 1
+            by, seen = "**nothing**", by or f"{given.seeds} seeds"
         line = str(make.__doc__).splitlines()[0]
-        print(
-            f"| {name}: {line} | {seeds} ({time.process_time() - began:.0f} s) | {seen[:110]} |", flush=True
-        )
+        took_s = time.process_time() - began
+        print(f"| {name}: {line} | {by} ({took_s:.0f} s) | {seen[:110]} |", flush=True)
     return 1 if missed else 0

@@ -5,8 +5,10 @@ of arenas, the store of torchrun, and the network. A process that ends writes no
 arena is made private at that moment.
 
 What is checked: at each start, and at the end, tables, optimizers' state, dense state and rank state of every
-rank are those of the plain twin at that step. No start loses a transaction that a rank has committed, unless
-more memory is lost than the code survives. No rank ends by an error that no failure explains.
+rank are those of the plain twin at that step. No start loses a transaction that a rank has committed. Where
+more memory is lost than the code survives, no rank trains: all refuse. No arena is FINISHED before all ranks
+have committed the last step, and a closed job never trains again. No rank ends by an error that no failure
+explains.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import errno
+import itertools
 import logging
 import math
 import mmap
@@ -23,8 +26,8 @@ import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +43,9 @@ from ecemb.errors import (
     NotEnoughSpace,
     PeerFailure,
     RendezvousError,
+    StateLost,
     StepFailed,
+    TooManyErasures,
 )
 from ecemb.kernels import contract
 from ecemb.kernels.threads import IdleProcessors
@@ -48,10 +53,11 @@ from ecemb.memory import arena as arena_module
 from ecemb.memory import capacity, header, journal, private_files, rank_memory, scan
 from ecemb.memory.arena import Arena
 from ecemb.memory.classify import classify
-from ecemb.memory.header import State
+from ecemb.memory.header import WORDS, State, Word
 from ecemb.memory.scan import Directory
 from ecemb.net import collectives, mesh, rendezvous, roster
 from ecemb.net.assignment import Worker, assign
+from ecemb.net.collectives import Transport
 from ecemb.net.error_file import Activity
 from ecemb.recovery import background as background_module
 from ecemb.recovery import requester, server, throttle, verify
@@ -83,18 +89,20 @@ class Fault:
 
     Attributes:
         rank: torchrun's RANK of the process.
-        mark: where it is armed: "launch", "protect", "step N", "close".
+        mark: where it is armed: "launch", "protect", "step N", "close", "store WORD", "barrier NAME".
         after: moments of the process from there on.
         kind: what happens.
+        nth: how often the process passes the mark before.
     """
 
     rank: int
     mark: str
     after: int
     kind: str
+    nth: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind} of worker {self.rank}, {self.after} moments after {self.mark}"
+        return f"{self.kind} of worker {self.rank}, {self.after} moments after {self.mark} ({self.nth})"
 
 
 KINDS = {
@@ -129,6 +137,7 @@ class Rank:
         self._threads = 0
         self.is_full = False
         self.has_died = False
+        self._marks = {fault.mark: fault.nth for fault in life.faults if fault.rank == index}
 
     def spawn(self, act: Callable[[], object]) -> Task:
         self._threads += 1
@@ -139,9 +148,13 @@ class Rank:
 
     def mark(self, name: str) -> None:
         """The process is at a place where faults may be armed."""
-        for fault in self.life.faults:
-            if fault.rank == self.index and fault.mark == name:
-                self.arm(fault.after, fault.kind)
+        if name not in self._marks:
+            return
+        self._marks[name] -= 1
+        if self._marks[name] == -1:
+            for fault in self.life.faults:
+                if fault.rank == self.index and fault.mark == name:
+                    self.arm(fault.after, fault.kind)
 
     def arm(self, after: int, kind: str) -> None:
         self._armed.append((self.moments + after, kind))
@@ -194,7 +207,7 @@ class Rank:
             for other in others:
                 life.net.cut(self.rank, other, silently=kind == "silence")
 
-    fails = False
+    fails = _is_drained = False
 
     def die(self, why: str) -> None:
         """The process ends here and now."""
@@ -252,15 +265,10 @@ class Rank:
         training = Training(job, self.session.rank, life.run.baton.moment)
         guard = self.guard = training.protect()
         life.begun(self, guard, training)
-        for step in guard.steps(job.steps):
-            self.mark(f"step {step.number}")
-            with step:
-                training.step(step.number, guard.touch)
-                if self.fails:
-                    life.is_disturbed = True
-                    raise ValueError("the user's code fails")
-                if (step.number, self.rank) in job.aborts:
-                    step.abort()
+        cancels = {step for step, rank in job.cancels if rank == self.rank}
+        while guard.next_step < job.steps or not self._is_drained:
+            with suppress(StopIteration):
+                self._train(guard, training, cancels)
         if job.rebuild == "background":
             guard.wait_rebuilt()
         life.compare(self, training, job.steps, "at the end")
@@ -270,6 +278,22 @@ class Rank:
             if report.findings:
                 raise Difference(f"rank {self.rank}: scrub() finds {report}")
         guard.close()
+
+    def _train(self, guard: Any, training: Training, cancels: set[int]) -> None:
+        """Runs the steps that are left. The script's data end where a step is cancelled, and begin again."""
+        for step in guard.steps(self.life.job.steps):
+            self.mark(f"step {step.number}")
+            with step:
+                if step.number in cancels:
+                    cancels.remove(step.number)
+                    raise StopIteration
+                training.step(step.number, guard.touch)
+                if self.fails:
+                    self.life.is_disturbed = True
+                    raise ValueError("the user's code fails")
+                if (step.number, self.rank) in self.life.job.aborts:
+                    step.abort()
+        self._is_drained = True
 
     def _join(self) -> Session:
         """`ecemb.init_process_group`, with the simulated store and network."""
@@ -334,7 +358,8 @@ class Life:
     """One launch of all workers."""
 
     def __init__(self, run: Run, number: int, faults: list[Fault]) -> None:
-        self.run, self.number, self.faults, self.job = run, number, faults, run.job
+        self.run, self.number, self.faults = run, number, faults
+        self.job = run.job if number == 0 else dataclasses.replace(run.job, **draw_options(run.rng))
         self.hosts = run.hosts
         self.net = Net(run.baton, run.rng, run.delay_s, run.room)
         self.ranks = [Rank(self, index) for index in range(self.job.size)]
@@ -377,6 +402,8 @@ class Life:
     def begun(self, rank: Rank, guard: Any, training: Training) -> None:
         """`protect` has returned on a rank."""
         step = guard.next_step
+        if self.run.refusal:
+            raise Difference(f"rank {rank.rank} goes on from step {step}, although {self.run.refusal}")
         self.next_steps[rank.rank] = step
         if len(set(self.next_steps.values())) > 1:
             raise Difference(f"ranks begin at different steps: {self.next_steps}")
@@ -401,6 +428,10 @@ class Run:
     Args:
         seed: decides all.
         says: called with a line for each event.
+
+    Attributes:
+        refusal: why the next start has to refuse on all ranks; empty if it has to go on.
+        refuses: errors of such a refusal.
     """
 
     def __init__(self, seed: int, says: Callable[[str], object] = lambda line: None) -> None:
@@ -415,6 +446,7 @@ class Run:
         self.twin: list[list[dict[str, bytes]]] = []
         self.floor = -1
         self.begun = self.is_closing = False
+        self.refusal, self.refuses = "", tuple[type[Exception], ...]()
         self.lives = 0
         self.root = Path()
 
@@ -438,8 +470,11 @@ class Run:
     def _go(self) -> None:
         self.note(f"{self.job}")
         disturbed = self.rng.choice((1, 1, 2, 2, 3, 4, 5))
-        for number in range(disturbed + 1):
+        for number in itertools.count():
             faults = draw_faults(self.rng, self.job, self.begun) if number < disturbed else []
+            if self.refusal:
+                faults = []
+                self.note(f"life {number}: has to refuse, as {self.refusal}")
             for fault in faults:
                 self.note(f"life {number}: planned: {fault}")
             life = Life(self, number, faults)
@@ -447,11 +482,12 @@ class Run:
             self.lives += 1
             if self._look(life):
                 return
+            if number > disturbed:
+                raise Difference("the job has not ended after a life without faults")
             self._lose()
-        raise Difference("the job has not ended after a life without faults")
 
     def _look(self, life: Life) -> bool:
-        """Judges how a life has ended; returns whether the job has."""
+        """Judges how a life has ended; returns whether the run has."""
         for error in self.baton.errors:
             if not isinstance(error, (KeyboardInterrupt, EcembError)):
                 raise Difference(f"a thread of a rank ends by {type(error).__name__}: {error}") from error
@@ -460,22 +496,41 @@ class Run:
             error = rank.error
             if isinstance(error, Difference):
                 raise error
-            if error is None:
+            if error is None or self.refusal:
                 continue
             is_users = isinstance(error, ValueError) and rank.fails
-            if not life.is_hit and not (isinstance(error, JobFinished) and self.is_closing):
+            if not life.is_hit:
                 raise Difference(f"{rank} ends without a failure: {type(error).__name__}: {error}") from error
             if not isinstance(error, ALLOWED) and not is_users:
                 raise Difference(f"{rank} ends by {type(error).__name__}: {error}") from error
+        if self.refusal:
+            if not any(isinstance(one.error, self.refuses) for one in life.ranks):
+                ends = [one.outcome[:100] for one in life.ranks]
+                raise Difference(f"no rank refuses, although {self.refusal}: they end by {ends}")
+            return True
         headers = self._headers()
         judged = classify(headers, self._opened())
         self.floor = max([self.floor, *(one.committed for one in judged.survivors)])
-        self.is_closing |= (
-            any(one.state is State.FINISHED for one in headers) or "finished" in self.store.values
-        )
-        closed = [one for one in life.ranks if one.outcome == "closed"]
-        is_over = any(isinstance(one.error, JobFinished) for one in life.ranks) or not headers
-        return bool(closed) or (self.is_closing and is_over)
+        if judged.finished:
+            self._check_finished([*judged.finished, *judged.survivors])
+        if any(one.outcome == "closed" for one in life.ranks) or judged.finished:
+            return self._is_over(life, headers)
+        return False
+
+    def _check_finished(self, headers: Sequence[Any]) -> None:
+        for one in headers:
+            if one.committed != self.job.steps:
+                of = f"rank {one.constants.rank} has committed {one.committed} of {self.job.steps} steps"
+                raise Difference(f"the job is finished, and {of}")
+
+    def _is_over(self, life: Life, headers: Sequence[Any]) -> bool:
+        """Whether the run ends here, with a closed job; otherwise the job is launched once more."""
+        if self.rng.random() < (0.9 if all(one.outcome == "closed" for one in life.ranks) else 0.2):
+            return True
+        if headers and self.rng.random() < 0.5:
+            self.store = Store(self.baton)  # only the arenas say that the job is finished
+        self.refusal, self.refuses = "the job is finished", (JobFinished,)
+        return False
 
     def _opened(self) -> int:
         return int(self.store.values.get("started", str(header.NONE).encode()))
@@ -494,6 +549,8 @@ class Run:
         A host that was cut off, and not lost, may come back with the memory that it had.
         """
         rng, job = self.rng, self.job
+        if self.refusal or self._lose_too_much():
+            return
         for path in sorted(self.root.rglob("*.away")):
             if rng.random() < 0.3:
                 self.note(f"an arena of {path.parent.name} comes back")
@@ -519,6 +576,27 @@ class Run:
             places = dict(zip(names, rng.sample(names, len(names)), strict=True))
             self.hosts = [places[host] for host in self.hosts]
 
+    def _lose_too_much(self) -> bool:
+        """Maybe all memory is lost that counts; returns whether it is. What comes back is stale."""
+        rng, opened = self.rng, self._opened()
+        if opened == header.NONE or rng.random() > 0.05:
+            return False
+        for path in sorted(self.root.rglob("*.away")):
+            path.rename(path.with_suffix(header.SUFFIX))
+        left: list[State] = []
+        for host in sorted(set(self.hosts)):
+            for found in Directory(self.root, JOB, host).scan(timeout_s=0):
+                one = found.header
+                if one is not None and (one.state is State.REBUILDING or one.joined < opened):
+                    left.append(one.state)
+                else:
+                    found.path.unlink()
+        if set(left) == {State.REBUILDING} and rng.random() < 0.5:
+            self.store = Store(self.baton)
+        self.refusal, self.refuses = "no memory is left that counts", (StateLost, TooManyErasures)
+        self.note(f"all memory is lost that counts; {len(left)} arenas are left")
+        return True
+
 
 def draw_job(rng: random.Random) -> Job:
     """What a run trains."""
@@ -528,24 +606,53 @@ def draw_job(rng: random.Random) -> Job:
     hosts = tuple(f"host{rank // per_host}" for rank in range(size))
     steps = rng.randint(2, 8)
     aborts = {(step, rng.randrange(size)) for step in range(steps) if rng.random() < 0.08}
+    cancels = {(step, rank) for step in range(steps) for rank in range(size) if rng.random() < 0.02}
     return Job(
         seed=rng.randrange(2**31),
         hosts=hosts,
         code=(n, k),
         domain="host",
         steps=steps,
-        window=rng.choice((1, 1, 2, 3)),
-        overlap=rng.random() < OVERLAP,
-        rebuild="background" if rng.random() < BACKGROUND else "blocking",
+        **draw_options(rng),
         rows=tuple((rng.randint(1, 9), rng.randint(1, 6), rng.randint(1, 12)) for _ in range(size)),
         dims=(rng.randint(1, 5), rng.randint(1, 4), rng.randint(1, 6)),
         aborts=frozenset(aborts),
+        cancels=frozenset(cancels),
         verify=rng.choice((0.0, 0.0, 1.0)),
         compare_every=rng.choice((1, 2, 1000)),
     )
 
 
-OVERLAP, BACKGROUND = 0.3, 0.3
+def draw_options(rng: random.Random) -> dict[str, Any]:
+    """What each start may choose for itself."""
+    return {
+        "window": rng.choice((1, 1, 2, 3)),
+        "overlap": rng.random() < 0.3,
+        "rebuild": "background" if rng.random() < 0.3 else "blocking",
+    }
+
+
+_FOR_PEOPLE = WORDS.index(Word.COMMITTED_NS)
+PLACES = [
+    *(
+        f"store {word}"
+        for word in WORDS[:_FOR_PEOPLE]
+        if word not in (Word.PID, Word.PID_START, Word.UNDECLARED)
+    ),
+    *(
+        f"barrier {name}"
+        for name in (
+            "joining the generation",
+            "the initial state",
+            "the end of recovery",
+            "the start of training",
+            "closing the job",
+            "the end of the job",
+            "the removal of the arenas",
+        )
+    ),
+]
+"""Marks beside those of the script."""
 
 
 def draw_faults(rng: random.Random, job: Job, begun: bool) -> list[Fault]:
@@ -554,11 +661,16 @@ def draw_faults(rng: random.Random, job: Job, begun: bool) -> list[Fault]:
     weights = [2, 6, 2, *([8 / job.steps] * job.steps)]
     faults: list[Fault] = []
     for _ in range(rng.choice((1, 1, 1, 2))):
+        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+        if rng.random() < 0.4:
+            mark, nth = rng.choice(PLACES), rng.choice((0, 0, 1, rng.randrange(2 * job.steps)))
+            after = rng.choice((0, 1, 1, 2, rng.randrange(30)))
+            faults.append(Fault(rng.randrange(job.size), mark, after, kind, nth))
+            continue
         mark = rng.choices(marks, weights)[0]
         most = {"launch": 40, "protect": 400, "close": 80}.get(mark, 250)
         early = int(math.exp(rng.uniform(0, math.log(most))))  # the end of a step comes in the second half
         after = rng.choice((early, rng.randrange(most // 2)))
-        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
         faults.append(Fault(rng.randrange(job.size), mark, after, kind))
     return faults
 
@@ -591,7 +703,7 @@ def simulated(run: Run) -> Generator[None]:
 
     def process() -> Any:
         task = baton.current
-        return task.process if task is not None and task.thread is threading.current_thread() else None
+        return task.process if task is not None and task.thread.ident == threading.get_ident() else None
 
     opened = Arena.__init__
 
@@ -599,6 +711,19 @@ def simulated(run: Run) -> Generator[None]:
         opened(self, *arguments, **named)
         if (own := process()) is not None:
             own.opened(self)
+
+    store, barrier = Arena.set, Transport.barrier
+
+    def set_word(self: Arena, word: Word, value: int) -> None:
+        if (own := process()) is not None:
+            own.mark(f"store {word}")
+            baton.moment()
+        store(self, word, value)
+
+    def barriers(self: Transport, what: str) -> None:
+        if (own := process()) is not None:
+            own.mark(f"barrier {what}")
+        barrier(self, what)
 
     fallocate = os.posix_fallocate
 
@@ -665,6 +790,8 @@ def simulated(run: Run) -> Generator[None]:
         patch(opening, "Forgotten", lambda start: SimpleNamespace(name=lambda **_: None))
         patch(capacity, "limits", lambda *_: [])
         patch(Arena, "__init__", open_arena)
+        patch(Arena, "set", set_word)
+        patch(Transport, "barrier", barriers)
         patch(os, "posix_fallocate", allocate)
         patch(transaction, "end_process", end_process)
         patch(transaction, "_end_by_signal", end_by_signal)

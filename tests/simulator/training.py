@@ -34,6 +34,7 @@ class Job:
         rows: rank -> rows of its tables.
         dims: columns of the tables.
         aborts: (step, rank): the rank aborts the step, whenever it runs.
+        cancels: (step, rank): the rank begins the step, cancels it, and begins it again, in each life.
         verify: share of time in which parity is compared.
         compare_every: commits between two comparisons of dense state.
     """
@@ -49,6 +50,7 @@ class Job:
     rows: tuple[tuple[int, int, int], ...]
     dims: tuple[int, int, int]
     aborts: frozenset[tuple[int, int]]
+    cancels: frozenset[tuple[int, int]]
     verify: float
     compare_every: int
 

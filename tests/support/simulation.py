@@ -73,18 +73,16 @@ class Killed(BaseException):
 
 
 class Moments:
-    """Counts each rank's moments, and ends or interrupts it at the chosen ones.
+    """Counts each rank's moments, and ends it at the chosen one.
 
     Args:
         ends: rank -> the moment at which it is killed.
-        interrupts: rank -> the moment at which the user presses Ctrl-C.
     """
 
-    def __init__(self, ends: Mapping[int, int], interrupts: Mapping[int, int] | None = None) -> None:
+    def __init__(self, ends: Mapping[int, int]) -> None:
         self.counts = Counter[int]()
         self._dead: set[int] = set()
         self._ends = dict(ends)
-        self._interrupts = dict(interrupts or {})
 
     def __call__(self) -> None:
         thread = int(threading.current_thread().name)
@@ -93,8 +91,6 @@ class Moments:
             self._dead.add(thread % BESIDE)
         if thread % BESIDE in self._dead:
             raise Killed
-        if self.counts[thread] == self._interrupts.get(thread):
-            raise KeyboardInterrupt
 
 
 _moments: Callable[[], None] | None = None
@@ -311,7 +307,6 @@ class Job:
         tables: rank -> its tables.
         seed: of the initial rows and of every step.
         aborts: (step, rank): the rank aborts the step, whenever it is run.
-        cancels: (step, rank): the rank begins the step and cancels it, and then begins it again.
         window: steps of a transaction.
         overlap: whether a transaction is decided beside the next step's body.
     """
@@ -320,7 +315,6 @@ class Job:
     tables: tuple[tuple[TableLayout, ...], ...]
     seed: int
     aborts: frozenset[tuple[int, int]] = frozenset()
-    cancels: frozenset[tuple[int, int]] = frozenset()
     window: int = 1
     overlap: bool = False
 
@@ -472,7 +466,6 @@ class Rank:
         """What `guard.step()` does, with a user's code in it."""
         step = self.transactions.next_step
         with self._undoing():
-            self._cancel(step)
             self.transactions.begin()
             self._train(step)
             if body is not None:
@@ -483,15 +476,8 @@ class Rank:
 
     def drain(self) -> None:
         """What `guard.save()` does first."""
-        self._cancel(self.transactions.next_step)
         with self._undoing():
             self.transactions.drain()
-
-    def _cancel(self, step: int) -> None:
-        """A step that ends before it changes a row, if the job has one here."""
-        if (step, self.memory.rank) in self.job.cancels:
-            self.transactions.begin()
-            self.transactions.cancel()
 
     @contextmanager
     def _undoing(self) -> Iterator[None]:
@@ -627,24 +613,11 @@ class Machines:
         for found in self.directory(rank).scan(timeout_s=0):
             found.path.unlink()
 
-    def cut_off(self, rank: int) -> None:
-        """The host can't be reached; its memory is still there."""
-        self._plan = None
-        for found in self.directory(rank).scan(timeout_s=0):
-            found.path.rename(found.path.with_suffix(".away"))
-
-    def come_back(self, rank: int) -> None:
-        """The host can be reached again, with the memory that it had, and what else was made since."""
-        self._plan = None
-        for path in self.directory(rank).path.glob("*.away"):
-            path.rename(path.with_suffix(".arena"))
-
     def run(
         self,
         until: int,
         ends: Mapping[int, int] | None = None,
         body: Callable[[Rank, int], None] | None = None,
-        interrupts: Mapping[int, int] | None = None,
     ) -> Life:
         """One start of the job's workers, up to transaction `until`, or as far as they come."""
         self.generation += 1
@@ -654,7 +627,7 @@ class Machines:
         kept = {header.constants.arena_id for header in judged.survivors}
         hub = Hub(self.job.size)
         geometry = self.job.geometry
-        moments = Moments(ends or {}, interrupts)
+        moments = Moments(ends or {})
         ranks: dict[int, Rank] = {}
         begun: list[Rank] = []
         failures: dict[int, BaseException] = {}
@@ -794,7 +767,7 @@ class Life:
     committed: int
 
     def unexpected(self) -> dict[int, BaseException]:
-        """What ended a rank other than its own kill or Ctrl-C, or that of a peer."""
+        """What ended a rank other than its own kill, or that of a peer."""
         return {
             rank: error
             for rank, error in self.failures.items()

@@ -1,7 +1,7 @@
 """One rank's side of the protocol, on real arenas: steps, undo, redo, and every place to be cut off.
 
 The messages that one rank's `lay_out` gives are handed to the keepers' `receive`, as the exchange does.
-That whole jobs survive kills is test_recovery.py's affair.
+That whole jobs survive kills is the simulator's affair.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A step that is decided beside the next one's body: what waits for it, and what its failure takes back.
 
-That kills at every moment do no harm is test_recovery.py's.
+That kills do no harm is the simulator's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A step commits on all ranks or on none: failures of one rank, and calls in the wrong order.
 
-Ranks are threads here (see simulation.py); that kills at every moment do no harm is test_recovery.py's.
+Ranks are threads here (see simulation.py); that kills do no harm is the simulator's.
 """
 
 from __future__ import annotations
