@@ -61,7 +61,10 @@ def of(question: str, answers: Documents) -> list[str]:
 
 _WINDOWS = (1, 16, "auto")
 _LOST = {
-    **{"kind": ("memory",), "table_bytes": (256 << 20,), "killed": (1,), "engine": ("sparse",)},
+    "kind": ("memory",),
+    "table_bytes": (256 << 20,),
+    "killed": (1,),
+    "engine": ("sparse",),
     "rebuild": ("blocking",),
 }
 _RANKS = {"ranks": (4, 16, 256, 4096)}
