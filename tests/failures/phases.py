@@ -133,10 +133,10 @@ class Worker:
         self._courses = {threading.get_ident(): self.main}
         self._has_begun = False
         self._traced: dict[str, bool] = {}
-        self._take_event()
+        self._take_event(met=False)
 
-    def _take_event(self) -> None:
-        """Looks up what the plan has for this start."""
+    def _take_event(self, *, met: bool) -> None:
+        """Looks up what the plan has for this start, whose workers may have met."""
         events = self.plan.events
         event = events[self.start] if self.start < len(events) else None
         self.event = event if isinstance(event, Exact) else None
@@ -145,7 +145,8 @@ class Worker:
         self.counts = self.event is not None or (not events and not self.plan.soak)
         self.refusal = None
         if isinstance(event, Refused):
-            self.refusal = refusals.Refusal(self.folder, self.start, self.board, Path(os.environ[ARENAS]))
+            arenas = Path(os.environ[ARENAS])
+            self.refusal = refusals.Refusal(self.folder, self.start, self.board, arenas, met=met)
 
     def _boards(self) -> list[Board]:
         return boards_in(self.folder / "boards")
@@ -182,7 +183,7 @@ class Worker:
         if start != self.start:
             self.start = start
             self.board.set("start", start)
-            self._take_event()
+            self._take_event(met=True)
 
     @property
     def course(self) -> Course | None:

@@ -1,8 +1,9 @@
 """More memory is gone than the code survives: every rank says so, and nothing of the rest is overwritten.
 
 Runs in the workers of a start in which the plan has a `Refused` event. The worker with torchrun's RANK 0
-reads all arenas before it joins the rendezvous, and again when every rank has refused; then it brings
-back the memory that was put aside. The others wait for that before they end.
+reads all arenas before it joins the rendezvous, once the workers of the start before have ended: they may
+still undo their step. It reads them again when every rank has refused; then it brings back the memory that
+was put aside. The others wait for that before they end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ecemb.memory import scan
 from ecemb.memory.header import NONE, WORDS, WORDS_OFFSET
 from failures.board import AWAY, Board
 
@@ -30,9 +32,10 @@ class Refusal:
         start: number of this start of the job.
         board: this worker's.
         arenas: the folder of all arenas.
+        met: whether the workers of this start have met.
     """
 
-    def __init__(self, folder: Path, start: int, board: Board, arenas: Path) -> None:
+    def __init__(self, folder: Path, start: int, board: Board, arenas: Path, *, met: bool) -> None:
         self._folder = folder / "refusals"
         self._start = start
         self._board = board
@@ -40,6 +43,9 @@ class Refusal:
         self._began = time.monotonic()
         self._before: dict[str, str] = {}
         if board.get("worker") == 0:
+            deadline = self._began + ALL_SAY_SO_S
+            while not met and any(one.holder for one in scan.arenas(arenas)) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
             self._before, states = contents(arenas)
             _write(self._folder / f"{start}.before.json", {"states": states})
 
