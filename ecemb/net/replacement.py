@@ -92,7 +92,7 @@ def peer_died() -> None:
 
 
 def stay() -> bool:
-    """This process stays after another worker's death: it ends no more, and has made no progress yet.
+    """This process stays after another worker's death: it ends no more. Progress that it has made counts.
 
     Returns:
         Whether it may: False after `leave`, or without a page.
@@ -103,7 +103,7 @@ def stay() -> bool:
     with _lock:
         if _page[_END] != End.PEER_DIED:
             return False
-        _page[_PROGRESS], _page[_END] = 0, End.IF_KILLED
+        _page[_END] = End.IF_KILLED
         rejoins += 1
     return True
 

@@ -155,11 +155,12 @@ class Worker:
         """The number of this start of the job, which torchrun doesn't know: workers may have been replaced.
 
         One more than that of the worker before it in the same round, between two restarts by torchrun; of the
-        first worker of a round, one more than that of all rounds before.
+        first worker of a round, one more than that of all rounds before, without starts that nobody met.
         """
         index, boards = int(os.environ["RANK"]), self._boards()
         own = [one for one in boards if one.get("round") == self._round and one.get("worker") == index]
-        before = own or [one for one in boards if one.get("round") < self._round]
+        earlier = (one for one in boards if one.get("round") < self._round)
+        before = own or [one for one in earlier if one.get("rank") >= 0 or one.get("event") >= 0]
         return max([int(os.environ[FIRST]), *(1 + board.get("start") for board in before)])
 
     def rejoin(self) -> None:
