@@ -20,7 +20,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 docs site pages package release-check model compat simulator failures moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 docs site pages package release-check model compat simulator failures cluster moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -46,7 +46,7 @@ lint: $(READY)  ## format, lint and words, without changing a file
 	$(BIN)/ruff check .
 	$(BIN)/python docs/scripts/words.py
 
-types: $(READY)  ## pyright, strict on ecemb/; names and attributes in bench/, baselines/ and tests/failures/
+types: $(READY)  ## pyright, strict on ecemb/; names and attributes in bench/, baselines/, tests/cluster/ and tests/failures/
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/pyright --pythonpath $(BIN)/python --project bench
 
@@ -121,6 +121,9 @@ simulator: $(READY)  ## whole jobs in one process, with failures by seed: SEEDS=
 
 failures: $(READY)  ## the failure matrix: real processes killed in every phase (30 minutes)
 	$(BIN)/python tests/failures --json bench/results/failures.json $(ARGS)
+
+cluster: $(READY)  ## as root, a Slurm cluster on this machine, and what happens to trainings on it (15 minutes)
+	$(BIN)/python tests/cluster --json bench/results/cluster.json $(ARGS)
 
 kills: $(READY)  ## kill Check-N-Run's writers at 200 random moments (ARGS="--kills 200")
 	PYTHONPATH=.:tests $(BIN)/python tests/support/check_n_run/kills.py --json bench/results/kills.json $(ARGS)

@@ -50,6 +50,7 @@ _COSTS = ("compare", "overhead", "recovery")
 CODE: Mapping[str, tuple[str, ...]] = {
     "agreement": ("bench/questions/agreement", *_TRAINED, *_STEP),
     "check_n_run": ("bench/questions/check_n_run", _CLICKS, "baselines/check_n_run"),
+    "cluster": ("tests/cluster", "tests/failures/worker.py", *_WARM),
     "compare": (
         *("bench/questions/compare", "bench/methods", "bench/workloads/pairs.py", "baselines"),
         *("bench/questions/overhead/estimate.py", *_WARM),
@@ -82,6 +83,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
 """Question -> paths from the repository's root; a change in one of them makes its numbers old."""
 _LEFT_OUT = (
     ":(exclude,glob)bench/questions/*/picture.py",  # is drawn from numbers
+    ":(exclude,glob)tests/cluster/test_*.py",
     ":(exclude,glob)tests/failures/test_*.py",
     ":(exclude,glob)tests/failures/[des]*_worker.py",  # scripts that these tests run
 )

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster import box
 from failures.namespaces import Namespaces, NotPossible
 from support import browser
 
@@ -108,6 +109,7 @@ NEEDS = {
     "chromium": Need("no browser is here", lambda: browser.found() is not None, "chromium"),
     "libisal2": Need(r"libisal\.so\.2 can't be loaded", lambda: _loads("libisal.so.2"), "libisal2"),
     "iproute2": Need("the program ip, of iproute2", lambda: shutil.which("ip") is not None, "iproute2"),
+    "slurm-wlm": Need("a Slurm cluster takes", lambda: not box.missing(), "slurm-wlm"),
     "git": Need("git has no history here", lambda: shutil.which("git") is not None, "git"),
     "history": Need("git has no history here|this clone is shallow", _has_history),
     "root": Need("for root|only root|take root", lambda: os.geteuid() == 0),
