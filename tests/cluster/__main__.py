@@ -4,7 +4,7 @@
 
 Needs root, slurm-wlm and munge. Ends with code 1 if a scenario doesn't hold: the training's end must be that
 of an undisturbed run, bit by bit. What a failed one leaves behind is kept, and its path printed. The file has
-the results of all scenarios that came to their end.
+the results of all scenarios that came to their end, and is written after each.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def main(arguments: Sequence[str]) -> int:
             failed += 1
             continue
         results.append(result)
+        if options.json:
+            write(options.json, document("cluster", Arguments(), [*rows(results), _load(waiting)]))
         failed += bool(result.differences)
         verdict = "NOT IDENTICAL: " + "; ".join(result.differences[:6]) if result.differences else "identical"
         took = ", ".join(f"{seconds:.1f} s" for seconds in result.recovery_s) or "-"
         print(f"{name}: {verdict}; next step after {took}; {result.note}", flush=True)
     if results:
         print(f"{len(results)} scenarios in {(time.monotonic() - began) / 60:.1f} minutes")
-    if options.json and results:
-        write(options.json, document("cluster", Arguments(), [*rows(results), _load(waiting)]))
     return int(failed > 0)
 
 
