@@ -18,6 +18,7 @@ from cluster.scenarios import Result, killed_of_three
 from failures.driver import ROOT
 
 
+@pytest.mark.long  # half a minute of two processors
 def test_a_killed_node_is_replaced_by_the_spare_of_the_guides_script() -> None:
     try:
         result = killed_of_three()
