@@ -6,7 +6,7 @@ import pytest
 
 from simulator import defects, job
 
-SEEDS = range(60)
+SEEDS = range(100)
 
 
 @pytest.mark.slow
