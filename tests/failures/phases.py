@@ -155,7 +155,7 @@ class Worker:
         """The number of this start of the job, which torchrun doesn't know: workers may have been replaced.
 
         One more than that of the worker before it in the same round, between two restarts by torchrun; of the
-        first worker of a round, one more than that of all rounds before, without starts whose workers never met.
+        first worker of a round, one more than that of all rounds before, but those whose workers never met.
         """
         index, boards = int(os.environ["RANK"]), self._boards()
         own = [one for one in boards if one.get("round") == self._round and one.get("worker") == index]
