@@ -27,6 +27,8 @@ ALWAYS = (
     "encodings.idna",  # imported for a connection to a host by name
     "ecemb",
 )
+_IMPORTED_LATE = {"torchrec": ("torch.distributed.optim",)}
+"""Library -> modules that its functions import: not its import, and yet each worker's training."""
 _DEVICE = re.compile(r"/dev/(nvidia(\d+|-uvm)|kfd|dri/)")
 _INSTALLED = {"site-packages", "dist-packages"}
 
@@ -40,6 +42,9 @@ def names(script: str | None, wanted: Sequence[str], unwanted: Sequence[str]) ->
         unwanted: modules to leave out, with all below them.
     """
     found = [*ALWAYS, *(imported_by(script) if script is not None else ()), *wanted]
+    for library, modules in _IMPORTED_LATE.items():
+        if library in {name.partition(".")[0] for name in found}:
+            found += modules
     without = tuple(f"{one}." for one in unwanted)
     return [name for name in dict.fromkeys(found) if not f"{name}.".startswith(without)]
 

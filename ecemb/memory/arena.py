@@ -446,6 +446,7 @@ def _allocate(path: Path, fd: int, pieces: Sequence[tuple[int, int]]) -> None:
 
 def _after_fork_in_child() -> None:
     """Closes the arenas in a forked child, which has neither mappings nor locks."""
+    _mapped.clear()
     for arena in list(_attached):
         arena._data = arena._words = None  # pyright: ignore[reportPrivateUsage]
     _attached.clear()
@@ -667,8 +668,15 @@ class _Mapping:
         }
 
 
+_mapped: weakref.WeakValueDictionary[tuple[int, int, int], _Mapping] = weakref.WeakValueDictionary()
+"""(device, inode, size) -> the mapping of this file; while it is mapped, no other file has the inode."""
+
+
 def map_shared(fd: int, size_bytes: int) -> NDArray[np.uint8]:
     """The file of `fd` as writable uint8 [size_bytes], shared with all processes that map it.
+
+    A file that is mapped in this process is not mapped again: tables that a process keeps in an arena, while
+    it closes and attaches the arena, keep their pages.
 
     The file is unmapped when the last view of the array is gone; `fd` may be closed earlier. A forked child
     doesn't have the mapping: touching a view there ends the child with SIGSEGV.
@@ -676,7 +684,11 @@ def map_shared(fd: int, size_bytes: int) -> NDArray[np.uint8]:
     Raises:
         OSError: the kernel refuses; the error has its reason.
     """
-    return np.asarray(_Mapping(fd, size_bytes))
+    status = os.fstat(fd)
+    name = status.st_dev, status.st_ino, size_bytes
+    if (mapping := _mapped.get(name)) is None:
+        mapping = _mapped[name] = _Mapping(fd, size_bytes)
+    return np.asarray(mapping)
 
 
 def populate(mapped: NDArray[np.uint8]) -> None:

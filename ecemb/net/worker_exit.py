@@ -25,6 +25,7 @@ no state of a process before the worker calls `prepare`.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
@@ -35,6 +36,7 @@ import traceback
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 from ..errors import PeerFailure
 from . import error_file, replacement
@@ -218,6 +220,20 @@ def enforce_end() -> None:
         return
     _grace.fail()
     flush()
+    if replacement.is_due():
+        _end_by_itself()
+
+
+def _end_by_itself() -> NoReturn:
+    """Ends this process as the interpreter does, but for the destruction of its objects. The main thread.
+
+    All ranks wait for the process that replaces this one, and destruction takes tenths of a second. The
+    failure detector ends the process if threads or exit handlers take longer than its grace.
+    """
+    threading._shutdown()  # pyright: ignore # joins threads, and ends executors
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+    flush()
+    os._exit(_EXIT_FAILED)
 
 
 def _goes_on(caller: FrameType) -> bool:

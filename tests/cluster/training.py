@@ -18,9 +18,9 @@ import torch
 
 import ecemb
 from failures import worker
-from failures.host_worker import held
+from failures.host_worker import opening, reach
 from failures.plan import Plan
-from failures.trace import Opened, Trace
+from failures.trace import Trace
 
 SCRIPT = """\
 from pathlib import Path
@@ -74,24 +74,11 @@ def main(folder: Path) -> None:
 
     def say(guard: ecemb.Guard, step: int) -> None:
         if not traces:
-            done = guard.recovery
             here = folder / "traces" / f"{name}-{time.monotonic_ns()}-{os.getpid()}"
             here.mkdir()
-            opened = Opened(
-                pid=os.getpid(),
-                agent=os.environ.get("SLURM_JOB_ID", ""),
-                host=name,
-                worker=number,
-                rank=int(os.environ["RANK"]),
-                kind=done.kind,
-                next_step=done.step,
-                lost=done.lost,
-                rebuilt_bytes=done.rebuilt_bytes,
-            )
-            traces.append(Trace.create(here, opened))
-        traces[0].reach(step)
-        while step >= held(folder):
-            time.sleep(0.01)
+            agent = os.environ.get("SLURM_JOB_ID", "")
+            traces.append(Trace.create(here, opening(guard, agent, name, number)))
+        reach(traces[0], step, folder)
 
     worker.ecemb.init_process_group = partial(_named, ecemb.init_process_group, options["job"])
     try:

@@ -34,6 +34,29 @@ def held(folder: Path) -> float:
         return math.inf
 
 
+def opening(guard: ecemb.Guard, agent: str, host: str, worker: int) -> Opened:
+    """How the memory of this process was opened."""
+    done = guard.recovery
+    return Opened(
+        pid=os.getpid(),
+        agent=agent,
+        host=host,
+        worker=worker,
+        rank=int(os.environ["RANK"]),
+        kind=done.kind,
+        next_step=done.step,
+        lost=done.lost,
+        rebuilt_bytes=done.rebuilt_bytes,
+    )
+
+
+def reach(trace: Trace, step: int, folder: Path) -> None:
+    """Notes a step, and waits while the driver holds it."""
+    trace.reach(step)
+    while step >= held(folder):
+        time.sleep(0.01)
+
+
 def hold_fills(folder: Path) -> None:
     """Keep a start with new arenas, when its own is prepared, until the driver lets it go LIVE."""
     barrier = Transport.barrier
@@ -57,22 +80,9 @@ def main(folder: Path, arena_dir: str, hosts: list[str]) -> None:
 
     def say(guard: ecemb.Guard, step: int) -> None:
         if not traces:
-            done = guard.recovery
-            opened = Opened(
-                pid=os.getpid(),
-                agent=os.environ["ECEMB_AGENT"],
-                host=host,
-                worker=worker,
-                rank=int(os.environ["RANK"]),
-                kind=done.kind,
-                next_step=done.step,
-                lost=done.lost,
-                rebuilt_bytes=done.rebuilt_bytes,
-            )
+            opened = opening(guard, os.environ["ECEMB_AGENT"], host, worker)
             traces.append(Trace.create(folder / "traces", opened))
-        traces[0].reach(step)
-        while step >= held(folder):
-            time.sleep(0.01)
+        reach(traces[0], step, folder)
 
     train(
         plan.setting,

@@ -59,6 +59,12 @@ def test_a_script_says_what_it_imports(here: Home, monkeypatch: pytest.MonkeyPat
     assert preload.imported_by(here.write("wrong.py", "import (")) == []
 
 
+def test_what_a_library_imports_late_comes_with_it() -> None:
+    assert preload.names(None, ["torchrec.models"], ["torch"])[-2:] == ["ecemb", "torchrec.models"]
+    assert preload.names(None, ["torchrec.models"], [])[-2:] == ["torchrec.models", "torch.distributed.optim"]
+    assert "torch.distributed.optim" not in preload.names(None, ["torchrec_models"], [])
+
+
 def test_it_is_there_when_the_script_begins(here: Home) -> None:
     first = here.write("uses.py", f"{SHOWS}\nimport lib_plain\nprint(os.environ['LIB_PLAIN'])")
     options = (*LIGHT, "--preload", "lib_inner.part")

@@ -57,6 +57,22 @@ def test_it_lives_as_long_as_any_view(path: Path) -> None:
     assert not mapped(path)
 
 
+def test_a_file_that_is_mapped_is_not_mapped_again(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "another-file"
+    other.write_bytes(bytes(SIZE_BYTES))
+    with path.open("r+b") as file, path.open("r+b") as again, other.open("r+b") as different:
+        one = map_shared(file.fileno(), SIZE_BYTES)
+        addresses = [
+            map_shared(each.fileno(), SIZE_BYTES).__array_interface__["data"][0]
+            for each in (again, different)
+        ]
+    here = one.__array_interface__["data"][0]
+    assert addresses[0] == here != addresses[1]
+    del one
+    gc.collect()
+    assert not mapped(path)
+
+
 def test_the_kernels_refusal_is_an_os_error(path: Path) -> None:
     with path.open("rb") as file, pytest.raises(PermissionError):
         map_shared(file.fileno(), SIZE_BYTES)

@@ -85,6 +85,26 @@ def test_what_is_left_of_an_exchange_is_not_taken_for_anothers() -> None:
     assert run_ranks(2, be_cut_off) == [[0, 0, 0], []]
 
 
+def gathers() -> list[tuple[list[bytes], int]]:
+    """Contents around the length that goes with the sizes, and the collectives that each takes."""
+    transport, found = opened(DEADLINE_S), []
+    for lengths in ((0, 0, 0), (56, 1, 0), (57, 1, 0), (3, 1000, 56)):
+        own = bytes([65 + transport.rank]) * lengths[transport.rank]
+        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as calls:
+            found.append((transport.gather(own, "the test"), calls.call_count))
+    return found
+
+
+def test_short_contents_of_all_ranks_take_one_collective() -> None:
+    expected = [
+        ([b"", b"", b""], 1),
+        ([b"A" * 56, b"B", b""], 1),
+        ([b"A" * 57, b"B", b""], 2),
+        ([b"AAA", b"B" * 1000, b"C" * 56], 2),
+    ]
+    assert run_ranks(3, gathers) == [expected] * 3
+
+
 def hear_late(what: str) -> str:
     """Rank 1 leaves; rank 0 comes to its wait when its part has long failed."""
     transport, ended = opened(DEADLINE_S), Transport.ended

@@ -14,7 +14,8 @@ from support.warm_starts import Home, home
 ENDS = """
 import atexit, builtins, ctypes, sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from ecemb.net import watch
+from types import SimpleNamespace
+from ecemb.net import replacement, watch
 from ecemb.net import worker_exit
 from ecemb.net.worker_exit import hook
 
@@ -69,6 +70,11 @@ elif how == "goes on":
         sys.excepthook(type(error), error, error.__traceback__)
     threading.Event().wait(20 * worker_exit.GRACE_S)
 else:
+    if how == "replaced":
+        replacement.begin(replacement.new_page(), 0)
+        replacement.peer_died()
+        hook.watch = SimpleNamespace(saw_death=True, news=lambda timeout_s: "rank 1 died")
+        builtins.kept = Blocks()
     atexit.register(print, "handled")
     threading.Thread(target=lambda: print("of a thread")).start()
 print("of the script")
@@ -93,7 +99,7 @@ def started(request: pytest.FixtureRequest, here: Home) -> list[str]:
 
 def end(here: Home, started: list[str], how: str, grace_s: float, report_s: float) -> tuple[int, str, str]:
     code, out, err = here.run([*started, "ends.py", how, str(grace_s), str(report_s)])
-    assert out.startswith("of the script") or how in ("executor", "thread", "failed", "good")
+    assert out.startswith("of the script") or how in ("executor", "thread", "failed", "good", "replaced")
     assert err.count("ValueError: of the script") == (how != "good"), err
     return code, out, err
 
@@ -134,6 +140,15 @@ def test_where_no_thread_of_pythons_runs_a_timer_ends_it(here: Home, started: li
 def test_an_end_that_comes_is_not_disturbed(here: Home, started: list[str], how: str, grace_s: float) -> None:
     code, out, err = end(here, started, how, grace_s, 1e-6)
     assert code == (how == "failed")
+    assert sorted(out.splitlines()) == ["handled", "of a thread", "of the script"]
+    assert "can't end by itself" not in err
+
+
+def test_one_that_is_replaced_ends_its_threads_and_handlers_but_destroys_nothing(
+    here: Home, started: list[str]
+) -> None:
+    code, out, err = end(here, started, "replaced", 120, 1)
+    assert code == 1
     assert sorted(out.splitlines()) == ["handled", "of a thread", "of the script"]
     assert "can't end by itself" not in err
 
