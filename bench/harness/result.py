@@ -1,6 +1,6 @@
 """The one form of every measurement: what a row is, and what is written around the rows.
 
-    {"question", "commit", "machine", "versions", "seed", "sources",
+    {"question", "commit", "machine", "versions", "seed", "sources", "inputs",
      "rows": [{"metric", "value", "unit", "low", "high", "repeats", ...labels}], "seal"}
 
 A rival is a row with the same metric and another label (`kernel`, `method`). All rows of one file
@@ -10,7 +10,6 @@ come from one run.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import platform
@@ -23,13 +22,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bench import RESULTS, ROOT
+from bench import RESULTS
+from bench.harness import signature
 from bench.harness.isal import IsalUnavailable, load
 
 Label = str | int | float
-
-_OURS = ("baselines", "bench", "ecemb", "examples", "tests")
-"""Folders of the checkout with modules; an environment may lie beside them."""
 
 FIXED = ("metric", "value", "unit", "low", "high", "repeats")
 """A row's keys besides its labels."""
@@ -230,34 +227,17 @@ def document(
             {} if minutes is None else {"command": command(question, arguments), "minutes": round(minutes, 2)}
         ),
         **({"quick": True} if arguments.quick else {}),
-        "sources": sources(),
+        "sources": signature.sources(question),
+        **({"inputs": read} if (read := signature.inputs(question, arguments.results)) else {}),
         "rows": [row.to_json() for row in rows],
     }
-
-
-def sources() -> dict[str, str]:
-    """Returns path -> git's id of the content, of each module of the checkout that this process runs."""
-    found: dict[str, str] = {}
-    for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "/")
-        if path.suffix == ".py" and any(path.is_relative_to(ROOT / top) for top in _OURS) and path.is_file():
-            content = path.read_bytes()
-            blob = hashlib.sha1(b"blob %d\0" % len(content) + content)
-            found[str(path.relative_to(ROOT))] = blob.hexdigest()
-    return dict(sorted(found.items()))
-
-
-def seal(content: Mapping[str, Any]) -> str:
-    """Returns the digest of a document, all but its seal, as hexadecimal digits."""
-    rest = {key: value for key, value in content.items() if key != "seal"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a run's document with its seal as JSON, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     read = json.loads(json.dumps(content))  # as it will be read
-    partial.write_text(json.dumps({**read, "seal": seal(read)}, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps({**read, "seal": signature.seal(read)}, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
 
 

@@ -1,14 +1,13 @@
 """Which results are of the code that they measure: clean, of a commit of the history, and not older than it.
 
-Owns: `CODE`, the paths that a question's numbers depend on; and STALE, the file in bench/results that names
-the results that are older than these paths now. Comments and docstrings don't count. `python -m bench report`
-writes it, so that the pages, which say what is stale, are made from bench/results alone.
+Owns: STALE, the file in bench/results that names the results that are older than their code is now, or start
+from such results. Comments and docstrings don't count. `python -m bench report` writes it, so that the pages,
+which say what is stale, are made from bench/results alone.
 
 A result is *refused* if it was never of its code: it is of a tree with changes, of a commit that isn't in the
-history, its code was another one already when the result was committed, or the modules that it was measured
-with are not those of its commit. It is also refused if it is not as it was written, by its seal; only results
-that were committed before there were seals have none. A result that starts from other results is as stale as
-they are.
+history, its code was another one already when the result was committed, or the files that it was measured
+with are not those of its commit. It is also refused if it is quick, or not as it was written, by its seal;
+only results that were committed before there were seals have none.
 """
 
 from __future__ import annotations
@@ -17,70 +16,16 @@ import ast
 import functools
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import RESULTS, ROOT
-from bench.harness.result import seal
+from bench.harness import signature
+from bench.harness.signature import seal
 
 STALE = "stale.txt"
 
-_BYTES = ("ecemb/kernels", "ecemb/coding")
-_STEP = (
-    *_BYTES,
-    *("ecemb/guard.py", "ecemb/nn.py", "ecemb/engines", "ecemb/memory", "ecemb/net"),
-    *("ecemb/state", "ecemb/step"),
-)
-_RESTART = (*_STEP, "ecemb/session.py", "ecemb/start", "ecemb/recovery")
-_WARM = (*_RESTART, "ecemb/launch")
-_TRAINED = ("bench/harness/messages.py", "bench/workloads/table_training.py")
-_FOLLOWER = (
-    *("ecemb/checkpoint/follower.py", "ecemb/checkpoint/folder_store.py"),
-    *("ecemb/checkpoint/index.py", "ecemb/checkpoint/dcp.py", "baselines/check_n_run"),
-)
-_CLICKS = "bench/workloads/click_training.py"
-_PLAN = (
-    *("ecemb/tools/cost.py", "ecemb/tools/job.py", "ecemb/tools/window_cost.py", "ecemb/step/interval.py"),
-    *("ecemb/coding/placement.py", "ecemb/coding/code.py"),
-)
-_COSTS = ("compare", "overhead", "recovery")
-"""Answers that the simulation starts from."""
-
-CODE: Mapping[str, tuple[str, ...]] = {
-    "agreement": ("bench/questions/agreement", *_TRAINED, *_STEP),
-    "check_n_run": ("bench/questions/check_n_run", _CLICKS, "baselines/check_n_run"),
-    "cluster": ("tests/cluster", "tests/failures/worker.py", *_WARM),
-    "compare": (
-        *("bench/questions/compare", "bench/methods", "bench/workloads/pairs.py", "baselines"),
-        *("bench/questions/overhead/estimate.py", *_WARM),
-    ),
-    "compat": ("tests/support/compat.py", "tests/contracts", "tests/support/torchrec", "ecemb/engines"),
-    "cpr": ("bench/questions/cpr", _CLICKS, "baselines/cpr"),
-    "drift": ("bench/questions/drift", "baselines/float_parity", *_BYTES),
-    "elastic": ("bench/questions/elastic", *_RESTART),
-    "failures": ("tests/failures", *_WARM),
-    "follower_kills": ("tests/support/follower", *_FOLLOWER),
-    "gpu": ("bench/questions/gpu", *_STEP),
-    "kernels": ("bench/questions/kernels", *_BYTES),
-    "kills": ("tests/support/check_n_run", "baselines/check_n_run"),
-    "memory": ("bench/questions/memory", *_STEP),
-    "overhead": ("bench/questions/overhead", "bench/workloads/pairs.py", *_STEP),
-    "profile": ("bench/questions/profile", *_STEP),
-    "publish": ("bench/questions/publish", *_FOLLOWER),
-    "quality": ("bench/questions/quality", _CLICKS, "baselines/check_n_run", "baselines/cpr"),
-    "quantization": ("bench/questions/quantization", "baselines/check_n_run"),
-    "rebuild": ("bench/questions/rebuild", "bench/questions/recovery", *_WARM),
-    "recovery": ("bench/questions/recovery", "ecemb/place.py", *_WARM),
-    "scaling": ("bench/questions/scaling", *_TRAINED, *_STEP),
-    "simulate": (
-        *("bench/questions/simulate", "baselines/cpr", "baselines/young.py", *_PLAN),
-        *(f"bench/results/{name}.json" for name in _COSTS if (RESULTS / f"{name}.json").exists()),
-    ),
-    "soak": ("tests/failures", *_WARM),
-    "start": ("bench/questions/start", _TRAINED[1], *_RESTART),
-}
-"""Question -> paths from the repository's root; a change in one of them makes its numbers old."""
 _LEFT_OUT = (
     ":(exclude,glob)bench/questions/*/picture.py",  # is drawn from numbers
     ":(exclude,glob)tests/cluster/test_*.py",
@@ -95,27 +40,40 @@ class NoHistory(Exception):
 
 
 def stale(results: Path = RESULTS) -> dict[str, str]:
-    """Returns file -> what of its code changed since it was measured; or that its commit isn't known.
+    """Returns file -> why it is old: what of its code changed since, or what it starts from.
 
+    A result that starts from another one is stale if that one is, or if that one was measured again since.
     Files in the working tree count as they are, committed or not.
 
     Raises:
         NoHistory: It cannot be judged.
     """
     _need_history()
-    found: dict[str, str] = {}
     documents = _documents(results)
+    why: dict[str, list[str]] = {}
     for name, document in documents.items():
         commit = document["commit"].partition("-dirty")[0]
         if not _known(commit):
-            found[name] = "its commit is not in the history"
-        elif changed := _changed(document["question"], commit):
-            found[name] = f"changed since: {', '.join(changed)}"
-    for name, document in documents.items():
-        inputs = [Path(path).name for path in CODE[document["question"]] if path.endswith(".json")]
-        if name not in found and (old := [one for one in inputs if one in found]):
-            found[name] = f"starts from what is stale: {', '.join(old)}"
-    return dict(sorted(found.items()))
+            why[name] = ["its commit is not in the history"]
+            continue
+        changed = _changed(document, commit)
+        others = [
+            one
+            for one, digest in _inputs(document).items()
+            if _is_another(results, one, digest, commit, documents.get(one))
+        ]
+        why[name] = [
+            *([f"changed since: {', '.join(changed)}"] if changed else []),
+            *([f"starts from what is another now: {', '.join(others)}"] if others else []),
+        ]
+    old = {name for name, reasons in why.items() if reasons}
+    starts = {name: set(_inputs(document)) for name, document in documents.items()}
+    while more := {name for name, those in starts.items() if those & old} - old:
+        old |= more
+    for name, those in starts.items():
+        if those & old:
+            why[name].append(f"starts from what is stale: {', '.join(sorted(those & old))}")
+    return {name: "; ".join(reasons) for name, reasons in sorted(why.items()) if reasons}
 
 
 def refused(results: Path = RESULTS) -> dict[str, str]:
@@ -129,6 +87,7 @@ def refused(results: Path = RESULTS) -> dict[str, str]:
     for name, document in _documents(results).items():
         commit, dirty, _ = document["commit"].partition("-dirty")
         committed = _committed(results / name)
+        files, paths = document.get("sources", {}), signature.CODE[document["question"]]
         if dirty:
             found[name] = "made with uncommitted changes"
         elif not _known(commit):
@@ -137,9 +96,13 @@ def refused(results: Path = RESULTS) -> dict[str, str]:
             found[name] = "without a seal: it was not written by bench.harness.result"
         elif seal(document) != document.get("seal", seal(document)):
             found[name] = "not as it was written: its seal does not fit its content"
-        elif others := _of_other_commits(document.get("sources", {}), commit):
+        elif document.get("quick"):
+            found[name] = "quick: its numbers are not for quoting"
+        elif "seal" in document and not any(signature.is_below(one, paths[0]) for one in files):
+            found[name] = f"names no file of {paths[0]} that it was measured with"
+        elif others := _of_other_commits(files, commit):
             found[name] = f"measured with other files than those of its commit: {', '.join(others)}"
-        elif changed := _changed(document["question"], commit, *committed):
+        elif changed := _of_paths(paths, commit, *committed):
             found[name] = f"older than {', '.join(changed)} when it was committed"
     return found
 
@@ -188,7 +151,7 @@ def _committed(path: Path) -> tuple[str, ...]:
 
 def _is_before_seals(commit: str) -> bool:
     try:
-        return "def seal(" not in _git("show", f"{commit}:bench/harness/result.py")
+        return "seal(" not in _git("show", f"{commit}:bench/harness/result.py")
     except subprocess.CalledProcessError:
         return False
 
@@ -200,13 +163,33 @@ def _of_other_commits(sources: Mapping[str, str], commit: str) -> list[str]:
     return [path for path, blob in sources.items() if there.get(path) != blob]
 
 
-def _changed(question: str, commit: str, *until: str) -> list[str]:
-    """Of a question's paths those that are not as in a commit; in another commit, or in the working tree."""
-    names = _git("diff", "--name-only", "--no-renames", commit, *until, "--", *CODE[question], *_LEFT_OUT)
-    below = {
-        path: [name for name in names.splitlines() if f"{name}/".startswith(f"{path}/")]
-        for path in CODE[question]
-    }
+def _inputs(document: Mapping[str, Any]) -> Mapping[str, str]:
+    """The answers that a result starts from, with their digests; with "" if it was written without."""
+    return document.get("inputs") or dict.fromkeys(signature.INPUTS.get(document["question"], ()), "")
+
+
+def _is_another(results: Path, name: str, digest: str, commit: str, now: Mapping[str, Any] | None) -> bool:
+    """Whether an answer is not the one that had a digest; or not as in a commit, if no digest is known."""
+    if not digest:
+        return bool(_git("diff", "--name-only", commit, "--", str(results / name)))
+    return now is None or seal(now) != digest
+
+
+def _changed(document: Mapping[str, Any], commit: str) -> list[str]:
+    """Of a result's code, its question's and what it names, the paths that are not as in its commit."""
+    listed = signature.code(document["question"])
+    named = [
+        name
+        for name in document.get("sources", {})
+        if name not in signature.WRITERS and not any(signature.is_below(name, path) for path in listed)
+    ]
+    return _of_paths((*listed, *named), commit)
+
+
+def _of_paths(paths: Sequence[str], commit: str, *until: str) -> list[str]:
+    """Of some paths those that are not as in a commit; in another commit, or in the working tree."""
+    names = _git("diff", "--name-only", "--no-renames", commit, *until, "--", *paths, *_LEFT_OUT).splitlines()
+    below = {path: [name for name in names if signature.is_below(name, path)] for path in paths}
     return [path for path, found in below.items() if any(_is_other(name, commit, *until) for name in found)]
 
 

@@ -41,7 +41,8 @@ def replace(path: Path, text: str) -> None:
 def load(results: Path, elsewhere: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Reads all documents of a folder, in the order of their files' names; of `ELSEWHERE`, those named.
 
-    "file" is a file's name without its suffix; "stale" says what is old in a document.
+    "file" is a file's name without its suffix; "stale" says what is old in a document, and
+    "unsigned" that it was made before results were signed.
 
     Raises:
         BadResult: One isn't in the form.
@@ -57,7 +58,8 @@ def load(results: Path, elsewhere: tuple[str, ...] = ()) -> list[dict[str, Any]]
             )
         if content["question"] not in ELSEWHERE or content["question"] in elsewhere:
             stale = {"stale": old[path.name]} if path.name in old else {}
-            documents.append(content | {"file": path.stem} | stale)
+            unsigned = {} if "seal" in content else {"unsigned": True}
+            documents.append(content | {"file": path.stem} | stale | unsigned)
     return documents
 
 
@@ -68,6 +70,7 @@ def origin(document: Mapping[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     when = f" on {document['date']}" if "date" in document else ""
     quick = "A quick run, not for quoting. " if document.get("quick") else ""
+    unsigned = "; made before results were signed" if "unsigned" in document else ""
     made = (
         f"Made by `{document['command']}` in {document['minutes']:.3g} minutes. "
         if "command" in document
@@ -77,7 +80,7 @@ def origin(document: Mapping[str, Any]) -> str:
         f"{quick}{made}Measured{when} on {machine['processor']}, {machine['cores']} cores, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}"
         f"{', ' + machine['gpu'] if 'gpu' in machine else ''}; {packages}; "
-        f"commit {commit[:_SHORT_HASH]}{dirty}, seed {document['seed']}."
+        f"commit {commit[:_SHORT_HASH]}{dirty}, seed {document['seed']}{unsigned}."
     )
 
 

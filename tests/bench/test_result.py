@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 
 from bench import __main__ as command
-from bench.harness.result import Arguments, Row, document, once, seal, summary, table, write
+from bench.harness.result import Arguments, Row, document, once, summary, table, write
+from bench.harness.signature import seal
 
 ROWS = [
     summary("update_ns_per_row", "ns", [3.0, 1.0, 2.5], kernel="cpu", r=2),

@@ -182,6 +182,9 @@ def test_what_is_stale_and_how_it_was_made_are_said(tmp_path: Path) -> None:
     assert "\n**Stale**, of commit 01234567: changed since: ecemb/step.\n" in made[PAGE]
     assert "Made by `python -m bench memory` in 1.5 minutes. Measured on" in made[PAGE]
     assert "| 01234567 (stale) |" in made[pages.SUMMARY]
+    assert "made before results were signed" not in made[PAGE]
+    (tmp_path / "memory.json").write_text(json.dumps(DOCUMENT))
+    assert "seed 7; made before results were signed." in pages.render(tables.load(tmp_path))[PAGE]
 
 
 def test_a_quick_answer_says_so() -> None:
