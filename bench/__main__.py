@@ -7,10 +7,12 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import RESULTS
+from bench.harness import register
 from bench.harness.result import (
     Arguments,
     BadFile,
@@ -22,6 +24,7 @@ from bench.harness.result import (
     table,
     write,
 )
+from bench.harness.result import command as line
 
 if TYPE_CHECKING:
     from bench import suite
@@ -99,6 +102,7 @@ QUICK = ("compare", "kernels", "simulate")
 ON_GPUS = ("gpu",)
 """Questions that `all` leaves out: they are asked by `make gpu`."""
 
+KEEP = "`--json FILE` writes the numbers, for the pages to a file of bench/results"
 ALL, REPORT = "all", "report"
 NO_QUESTIONS = {
     ALL: f"asks all of them; with --quick: {', '.join(QUICK)}",
@@ -211,19 +215,40 @@ def main(words: Sequence[str] | None = None) -> None:
         given.results or RESULTS,
         given.pairs or 0,
     )
-    began = time.monotonic()
-    failure = ""
     try:
-        rows = run(arguments)
+        failure = _answer(given.question, run, arguments, given.json)
     except (BadFile, Unavailable) as error:
         parser.error(str(error))
-    except Incomplete as error:
-        rows, failure = error.rows, str(error)
-    print(table(rows))
-    if given.json is not None:
-        write(given.json, document(given.question, arguments, rows, (time.monotonic() - began) / 60))
     if failure:
         sys.exit(failure)
+
+
+def _answer(
+    question: str, run: Callable[[Arguments], list[Row]], arguments: Arguments, path: Path | None
+) -> str:
+    """Asks a question, prints the answer, and writes it to a file, if one is given; quick ones don't count.
+
+    Returns:
+        What was not measured; empty if all was.
+    """
+    is_lost = path is None and not arguments.quick and register.is_clean(commit())
+    if is_lost:
+        print(f"nothing will be kept: {KEEP}", flush=True)
+    began, failure = time.monotonic(), ""
+    is_registered = path is not None and not arguments.quick
+    asked_by = line(question, arguments)
+    with register.registered(question, asked_by, path) if is_registered else nullcontext([]) as notes:
+        try:
+            rows = run(arguments)
+        except Incomplete as error:
+            rows, failure = error.rows, str(error)
+            notes.append(failure)
+        print(table(rows))
+        if path is not None:
+            write(path, document(question, arguments, rows, (time.monotonic() - began) / 60))
+    if is_lost:
+        print(f"nothing was kept: {KEEP}", flush=True)
+    return failure
 
 
 def _ask_all(

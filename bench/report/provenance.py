@@ -7,7 +7,8 @@ which say what is stale, are made from bench/results alone.
 A result is *refused* if it was never of its code: it is of a tree with changes, of a commit that isn't in the
 history, its code was another one already when the result was committed, or the files that it was measured
 with are not those of its commit. It is also refused if it is quick, or not as it was written, by its seal;
-only results that were committed before there were seals have none.
+only results that were committed before there were seals have none. And it is refused if no run in the
+register has kept it, unless its commit is older than the register. So is a register that lost lines.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import RESULTS, ROOT
-from bench.harness import signature
+from bench.harness import register, signature
 from bench.harness.signature import seal
 
 STALE = "stale.txt"
@@ -29,6 +30,7 @@ STALE = "stale.txt"
 _LEFT_OUT = (
     ":(exclude,glob)bench/questions/*/picture.py",  # is drawn from numbers
     ":(exclude,glob)tests/cluster/test_*.py",
+    ":(exclude)tests/failures/__main__.py",  # chooses one of the commands
     ":(exclude,glob)tests/failures/test_*.py",
     ":(exclude,glob)tests/failures/[des]*_worker.py",  # scripts that these tests run
 )
@@ -84,6 +86,7 @@ def refused(results: Path = RESULTS) -> dict[str, str]:
     """
     _need_history()
     found: dict[str, str] = {}
+    runs = register.lines(results / register.NAME)
     for name, document in _documents(results).items():
         commit, dirty, _ = document["commit"].partition("-dirty")
         committed = _committed(results / name)
@@ -104,6 +107,10 @@ def refused(results: Path = RESULTS) -> dict[str, str]:
             found[name] = f"measured with other files than those of its commit: {', '.join(others)}"
         elif changed := _of_paths(paths, commit, *committed):
             found[name] = f"older than {', '.join(changed)} when it was committed"
+        elif _has_register(commit) and not register.keeps(runs, document):
+            found[name] = f"no run in {register.NAME} has kept it"
+    if _lost_lines(results / register.NAME):
+        found[register.NAME] = "lines were removed or changed: they are only added"
     return found
 
 
@@ -154,6 +161,18 @@ def _is_before_seals(commit: str) -> bool:
         return "seal(" not in _git("show", f"{commit}:bench/harness/result.py")
     except subprocess.CalledProcessError:
         return False
+
+
+def _has_register(commit: str) -> bool:
+    """Whether runs of a commit's code are registered."""
+    return bool(_git("ls-tree", "--name-only", commit, "bench/harness/register.py"))
+
+
+def _lost_lines(path: Path) -> int:
+    """Lines of a file that a commit, or the working tree, has no more."""
+    changes = _git("log", "--no-renames", "--format=", "--numstat", "--", str(path)).splitlines()
+    changes += _git("diff", "--no-renames", "--numstat", "HEAD", "--", str(path)).splitlines()
+    return sum(int(change.split()[1]) for change in changes if change)
 
 
 def _of_other_commits(sources: Mapping[str, str], commit: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench import __main__ as command
-from bench.harness import signature
+from bench.harness import register, signature
 from bench.harness.result import Arguments, document, write
 from bench.harness.signature import seal, sources
 from bench.questions.simulate import methods
@@ -220,6 +220,42 @@ def test_an_edited_result_is_refused_whatever_its_fields_say(
     assert provenance.refused(path.parent) == {
         "rain.json": "measured with other files than those of its commit: one.py"
     }
+
+
+def test_a_result_has_its_line_in_the_register(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, runs = checkout / "results", checkout / "results" / register.NAME
+    monkeypatch.setattr(signature, "CODE", {"weather": ("one.py",)})
+    monkeypatch.setattr(register, "RUNS", runs)
+    (checkout / "one.py").write_text("x = 1\n")
+    (checkout / "bench/harness").mkdir(parents=True)
+    (checkout / "bench/harness/register.py").write_text("")
+    git(checkout, "init", "-q")
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-qm", "code")
+    head = git(checkout, "rev-parse", "HEAD")
+    monkeypatch.setattr(register, "commit", lambda: head)
+
+    def measure(seed: int) -> None:
+        write(results / "rain.json", {**document("weather", Arguments(seed=seed), []), "commit": head})
+
+    with register.registered("weather", "python -m bench weather", results / "rain.json"):
+        measure(0)
+    assert provenance.refused(results) == {}
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-qm", "a result")
+    measure(1)
+    assert provenance.refused(results) == {"rain.json": "no run in runs.jsonl has kept it"}
+    measure(0)
+    with register.registered("weather", "python -m bench weather", results / "rain.json"):
+        pass
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-qm", "a run of which nothing came")
+    assert provenance.refused(results) == {}
+    runs.write_text("".join(runs.read_text().splitlines(keepends=True)[:2]))
+    lost = {register.NAME: "lines were removed or changed: they are only added"}
+    assert provenance.refused(results) == lost
+    git(checkout, "commit", "-qam", "the run is dropped")
+    assert provenance.refused(results) == lost
 
 
 def test_a_document_names_the_modules_that_it_was_measured_with() -> None:

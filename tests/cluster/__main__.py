@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+from bench.harness import register  # noqa: E402 - the path comes first
 from bench.harness.result import Arguments, Row, document, once, summary, write  # noqa: E402 - after the path
 from cluster.box import CommandFailed, end_on_signals  # noqa: E402
 from cluster.scenarios import SCENARIOS, Result  # noqa: E402
@@ -79,4 +80,4 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     end_on_signals()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(register.script("cluster", main, "tests/cluster", sys.argv[1:]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness import result as bench_result
+from bench.harness.signature import seal
 from cluster import __main__ as command
 from cluster import box as box_module
 from cluster.box import Box, NotPossible
@@ -89,7 +89,7 @@ def test_results_are_sealed_and_have_each_time(
     assert command.main(["--json", str(path)]) == 0
     assert "two deaths: identical; next step after 3.0 s, 5.0 s; as it should" in capsys.readouterr().out
     document = json.loads(path.read_text())
-    assert document["seal"] == bench_result.seal(document)
+    assert document["seal"] == seal(document)
     times = [row for row in document["rows"] if row["metric"] == "cluster_next_step_s"]
     assert [(row["scenario"], row["low"], row["high"], row["repeats"]) for row in times] == [
         ("two deaths", 3.0, 5.0, 2)

@@ -17,9 +17,12 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
-from failures import campaign, hunt, soak  # noqa: E402 - the path comes first
+from bench.harness import register  # noqa: E402 - the path comes first
+from failures import campaign, hunt, soak  # noqa: E402
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    command = {"soak": soak.main, "hunt": hunt.main}.get(words[0] if words else "")
-    sys.exit(campaign.main(words) if command is None else command(words[1:]))
+    name = words[0] if words and words[0] in ("soak", "hunt") else ""
+    main = {"soak": soak.main, "hunt": hunt.main}.get(name, campaign.main)
+    question, script = (name, f"tests/failures {name}") if name else ("failures", "tests/failures")
+    sys.exit(register.script(question, main, script, words[1:] if name else words))

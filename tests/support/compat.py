@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from bench.harness import register  # noqa: E402 - the path comes first
 from bench.harness.result import Arguments, Row, document, once, write  # noqa: E402 - the path comes first
 
 SETS: Mapping[str, Mapping[str, str]] = {
@@ -137,4 +138,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(register.script("compat", main, "tests/support/compat.py", sys.argv[1:]))

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from baselines.check_n_run.policy import POLICIES
 from baselines.check_n_run.store import Folder
+from bench.harness import register
 from bench.harness.result import Arguments, Row, document, once, write
 from support.check_n_run.training import Life, is_right
 from support.fork_server import fork_server
@@ -137,4 +138,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(register.script("kills", main, "tests/support/check_n_run/kills.py", sys.argv[1:]))

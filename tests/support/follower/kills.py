@@ -33,6 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from baselines.check_n_run import chunks, following, restoring
+from bench.harness import register
 from bench.harness.result import Arguments, Row, document, once, write
 from ecemb.checkpoint import Chain, IncrementReader, Link, folder_store, index
 from ecemb.checkpoint import follower as follower_module
@@ -348,4 +349,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(register.script("follower_kills", main, "tests/support/follower/kills.py", sys.argv[1:]))
