@@ -39,9 +39,7 @@ HEAD = f"""# Results
 
 Every number on these pages is in bench/results, as JSON. `python -m bench QUESTION` verifies, then measures.
 A value is the median, in brackets the smallest and the largest, if they differ; where a page says so, a mean
-with its 95 % interval. *Stale*: the code that was measured has changed since, or an answer that it started
-from is stale; its page says which. bench/results/runs.jsonl has every run since there is that register,
-also those of which nothing was kept.
+with its 95 % interval. *Stale*: the code that was measured, or its input, has changed; its page says which.
 """
 
 MORE = "All figures, in tables to sort and to filter: `python -m bench report` writes build/results.html."
