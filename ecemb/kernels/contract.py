@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, TypeAlias, cast, final
 
 import numpy as np
@@ -277,6 +277,79 @@ class Kernels(ABC):
         self._update_rows(dst, offsets, src, weight, saved, mark)
 
     @final
+    def share(self, items: int, item_bytes: int, act: Callable[[int, int], object]) -> None:
+        """Shares other work between the threads of these kernels: see `Team.share`."""
+        self._team.share(items, item_bytes, act)
+
+    def lanes(self, rows: int, row_bytes: int) -> int:
+        """The number of lanes, 1 or more, in which `update_lanes_` uses all threads that such rows are worth.
+
+        Args:
+            rows: number of rows.
+            row_bytes: bytes of each.
+        """
+        return self._team.parts(rows, 3 * row_bytes)
+
+    @final
+    def update_lanes_(
+        self,
+        dst: Words,
+        offsets: Ids,
+        src: Words,
+        weight: int,
+        edges: Sequence[int],
+        saved: Words,
+        marks: Ids,
+    ) -> None:
+        """Does `update_rows_` for several runs of rows at the same time, each with a journal of its own.
+
+        Lane i changes rows edges[i]..edges[i+1]-1 in order, with `saved[i]` and `marks[i]` in the place of
+        `saved` and `mark`. Lanes change in any order. When the call returns, none changes any more.
+
+        Args:
+            dst: uint64 [S]; the rows are updated, the rest left alone.
+            offsets: int64 [m], ascending, where each row begins in `dst`, in words; no rows overlap; read.
+            src: uint64 [m, w]; read. Not overlapping `dst`.
+            weight: 1..255; 1 is plain XOR.
+            edges: lanes + 1 numbers, ascending from 0 to m.
+            saved: uint64 [lanes, 2, v], v >= w; overwritten. Not overlapping `dst` and `src`.
+            marks: int64 [lanes, v], v >= 1, of which the first column is used: each is raised by the lane's
+                number of rows.
+
+        Raises:
+            KernelError: An argument breaks these rules; nothing was written.
+        """
+        check_places("update_lanes_", "dst", dst, offsets, "src", src)
+        check_output("update_lanes_", "dst", dst, src=src)
+        check_weight("update_lanes_", weight)
+        check_array("update_lanes_", "saved", saved, 3, (WORD,))
+        check_output("update_lanes_", "saved", saved, dst=dst, src=src)
+        check_array("update_lanes_", "marks", marks, 2, (INDEX,))
+        check_output("update_lanes_", "marks", marks, dst=dst, src=src, saved=saved)
+        lanes, count = len(edges) - 1, offsets.size
+        if not weight or lanes < 1 or sorted(edges) != list(edges) or (edges[0], edges[-1]) != (0, count):
+            raise KernelError(
+                f"update_lanes_: {count} rows, the weight {weight} and the edges {list(edges)}; the weight "
+                f"has to be above 0, and the edges have to ascend from 0 to the number of rows"
+            )
+        places = saved.shape[0], marks.shape[0]
+        if places != (lanes, lanes) or saved.shape[1] != 2 or saved.shape[2] < src.shape[1] or not marks.size:
+            raise KernelError(
+                f"update_lanes_: {lanes} lanes of rows of {src.shape[1]} words, marks {list(marks.shape)} "
+                f"and saved {list(saved.shape)}; each lane has to have a mark, and saved room for two rows"
+            )
+        if not are_apart(offsets, src.shape[1]):
+            raise KernelError(
+                f"update_lanes_: rows of {src.shape[1]} words overlap, or don't ascend: use update_rows_"
+            )
+
+        def lane(i: int) -> None:
+            part = slice(edges[i], edges[i + 1])
+            self._update_rows(dst, offsets[part], src[part], weight, saved[i], marks[i, :1])
+
+        self._team.each(lanes, lane)
+
+    @final
     def mul_add_block_(self, dst: Words, src: Words, weight: int) -> None:
         """Adds a weighted block: `dst ^= weight * src`.
 
@@ -440,6 +513,11 @@ def within(indices: Ids, stop: int) -> bool:
     """Whether all of `indices` are 0..stop-1."""
     # Negative numbers are the largest when read as unsigned, so one pass is enough.
     return not indices.size or int(np.maximum.reduce(indices.view(np.uint64))) < stop
+
+
+def are_apart(offsets: Ids, words: int) -> bool:
+    """Whether rows of `words` words are in ascending order and none overlaps the row before it."""
+    return bool(np.all(offsets[1:] - offsets[:-1] >= words))
 
 
 def check_places(operation: str, sparse: str, words: Words, offsets: Ids, dense: str, packed: Words) -> None:

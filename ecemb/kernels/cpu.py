@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Final, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from .contract import POLYNOMIAL, Columns, Elements, Ids, Kernels, RowSet, Words
+from .contract import POLYNOMIAL, ROWS_PER_WORD, Columns, Elements, Ids, Kernels, RowSet, Words, are_apart
 from .llvm import I8, I64, LINE_BYTES, Emitter, Value, compiled, features, ir, number, vector
 
 
@@ -39,8 +39,10 @@ class Cpu(Kernels):
 
     Args:
         products: how to multiply; by default the fastest way that this processor supports.
-        threads: threads that share large operations. `scatter_`, `distinct` and `forget_` use one thread,
-            since they may write to a place twice, and `update_rows_`, since it changes rows in order.
+        threads: threads that share large operations. `scatter_` is shared if its rows ascend, since it may
+            otherwise write to a row twice. `distinct` and `forget_` are shared by ranges of rows, so that
+            each word of the set has one thread. `update_rows_` uses one thread, since it changes rows in
+            order, and `update_lanes_` one for each lane.
 
     Attributes:
         products: the way to multiply.
@@ -53,13 +55,21 @@ class Cpu(Kernels):
         self.products: Products = products or available()[0]
         self._constants, self._start = self.products.constants(), np.zeros(1, np.int64)
         self._weights, self._zero = _address(self._constants), _address(self._start)
-        self._copy, self._put, self._collect, self._drop, *adds = _loops(self.products)
+        self._copy, self._put, self._collect, self._collect_range, self._drop, *adds = _loops(self.products)
         self._add, self._multiply, self._add_journalled, self._multiply_journalled = adds
 
     def _scatter(self, table: Elements, ids: Ids, records: Elements, column: int) -> None:
-        width, first = table.shape[1] * table.itemsize, column * records.itemsize
-        rows = _address(table), _address(ids), ids.size, width, width
-        self._put(*rows, _address(records) + first, records.shape[1] * records.itemsize)
+        width, stride = table.shape[1] * table.itemsize, records.shape[1] * records.itemsize
+        base, places, source = _address(table), _address(ids), _address(records) + column * records.itemsize
+
+        def some(first: int, stop: int) -> None:
+            at = source + first * stride
+            self._put(base, places + 8 * first, stop - first, width, width, at, stride)
+
+        if self._team.parts(ids.size, 2 * width) > 1 and _ascend(ids):
+            self._team.share(ids.size, 2 * width, some)
+        else:
+            some(0, ids.size)
 
     def _gather_records(self, columns: Columns, ids: Ids, out: Words) -> None:
         pack, _ = _record_loops(self.products.vector_bytes, columns.widths)
@@ -78,13 +88,48 @@ class Cpu(Kernels):
         self._team.share(ids.size, (1 + len(records)) * stride, some)
 
     def _distinct(self, ids: Ids, rows: RowSet, out: Ids) -> int:
+        parts = self._team.parts(ids.size, ID_BYTES)
+        if parts < 2:
+            return self._distinct_in(ids, rows, out)
+        found = [out] * parts
+        if _ascend(ids):
+            edges = _word_edges(ids, parts)
+
+            def some(part: int) -> None:
+                own = ids[edges[part] : edges[part + 1]]
+                new = np.empty(own.size, np.int64)
+                found[part] = new[: self._distinct_in(own, rows, new)]
+
+        else:
+            bounds = _row_bounds(ids, rows.rows, parts)
+
+            def some(part: int) -> None:
+                new = np.empty(ids.size, np.int64)
+                found[part] = new[: self._distinct_in(ids, rows, new, *bounds[part : part + 2])]
+
+        self._team.each(parts, some)
+        total = sum(new.size for new in found)
+        np.concatenate(found, out=out[:total])
+        return total
+
+    def _distinct_in(self, ids: Ids, rows: RowSet, out: Ids, *bounds: int) -> int:
+        """Does `_distinct` by one thread, for all of `ids` or for those within `bounds`."""
         digits = -(-rows.rows.bit_length() // 8) | 1
-        spare = np.empty(ids.size + 1 + DIGITS, np.int64)
-        places = _address(spare), _address(spare) + 8 * (ids.size + 1)
-        return self._collect(_address(ids), ids.size, _address(rows.seen), _address(out), *places, digits)
+        spare = np.empty(ids.size + 2 + DIGITS, np.int64)
+        places = _address(spare), _address(spare) + 8 * (ids.size + 2)
+        collect = self._collect_range if bounds else self._collect
+        return collect(_address(ids), ids.size, _address(rows.seen), _address(out), *places, digits, *bounds)
 
     def _forget(self, rows: RowSet, ids: Ids) -> None:
-        self._drop(_address(ids), ids.size, _address(rows.seen))
+        def some(first: int, stop: int) -> None:
+            self._drop(_address(ids) + 8 * first, stop - first, _address(rows.seen))
+
+        parts = self._team.parts(ids.size, ID_BYTES)
+        if parts < 2 or not _ascend(ids):
+            some(0, ids.size)
+            return
+        edges = _word_edges(ids, parts)
+        self._team.each(parts, lambda part: some(*edges[part : part + 2]))
 
     def _gather_rows(self, src: Words, offsets: Ids, out: Words) -> None:
         base, places, count, scale, width = _places(src, offsets, out)
@@ -105,7 +150,7 @@ class Cpu(Kernels):
                 weight, base, places + 8 * first, stop - first, scale, width, source + first * width
             )
 
-        if self._team.threads > 1 and not _apart(offsets, src.shape[1]):
+        if self._team.threads > 1 and not are_apart(offsets, src.shape[1]):
             some(0, count)
         else:
             self._team.share(count, 3 * width, some)
@@ -163,7 +208,8 @@ def _loops(products: Products) -> list[Callable[..., int]]:
     return compiled(
         move_loop(unit, put=False),
         move_loop(unit, put=True),
-        distinct_loop(),
+        distinct_loop(unit, ranged=False),
+        distinct_loop(unit, ranged=True),
         forget_loop(),
         add_loop(unit, None),
         add_loop(unit, products),
@@ -186,9 +232,25 @@ def _address(array: NDArray[Any]) -> int:
     return array.__array_interface__["data"][0]
 
 
-def _apart(offsets: Ids, words: int) -> bool:
-    """Whether rows of `words` words are in ascending order and none overlaps the row before it."""
-    return bool(np.all(offsets[1:] - offsets[:-1] >= words))
+def _ascend(ids: Ids) -> bool:
+    """Whether each row is after the one before it."""
+    return bool(np.all(ids[1:] > ids[:-1]))
+
+
+def _word_edges(ids: Ids, parts: int) -> list[int]:
+    """Cuts ascending rows into parts of about equal length that share no word of a set."""
+    edges = [0]
+    for part in range(1, parts):
+        first = ids[ids.size * part // parts] // ROWS_PER_WORD * ROWS_PER_WORD
+        edges.append(max(edges[-1], int(np.searchsorted(ids, first))))
+    return [*edges, ids.size]
+
+
+def _row_bounds(ids: Ids, rows: int, parts: int) -> list[int]:
+    """Cuts 0..rows-1 into ranges that share no word of a set, and have about as many of `ids` each."""
+    sample = np.sort(ids[:: max(1, ids.size // SAMPLE)])
+    inner = [int(sample[sample.size * part // parts]) // ROWS_PER_WORD for part in range(1, parts)]
+    return [0, *(ROWS_PER_WORD * word for word in inner), rows]
 
 
 def _places(words: Words, offsets: Ids, rows: Words) -> tuple[int, int, int, int, int]:
@@ -203,6 +265,12 @@ AHEAD_BITS: Final = 16
 
 AHEAD_BYTES: Final = 1024
 """Bytes of a row that are prefetched. The processor itself prefetches the rest of a long row."""
+
+ID_BYTES: Final = 64
+"""Bytes of a copy that take as long as to look a row up in a set and to sort it."""
+
+SAMPLE: Final = 4096
+"""Rows of a call from which `distinct` chooses ranges of rows for its threads."""
 
 DIGITS: Final = 256
 """Number of values of a byte, the digit of the radix sort of rows."""
@@ -369,31 +437,51 @@ def dot_loop(products: Products, outputs: int) -> Emitter:
     return e.end()
 
 
-def distinct_loop() -> Emitter:
+def distinct_loop(unit: int, *, ranged: bool) -> Emitter:
     """(ids, count, seen, out, spare, counts, digits): returns the number of words written to out, ascending.
 
     Tests and sets a bit for each id. Every id is stored to `spare`, and the next overwrites it unless it is
     new: without a branch, which would often be mispredicted. So `spare` has space for all ids and one more.
-    The new rows are then sorted by a radix sort on their lowest `digits` bytes, an odd number: from `spare`
-    to `out`, back to `spare`, and so on. `counts` has a word for each value of a byte.
+    With `ranged` there are two more arguments, low and high: ids outside low..high-1 are left out, and their
+    bits are left alone, since another thread may have them. After its space for ids, `spare` then has the
+    word that is read and written in place of these bits.
+    The new rows are then sorted, unless they ascend already, by a radix sort on their lowest `digits` bytes,
+    an odd number: from `spare` to `out`, back to `spare`, and so on. `counts` has a word for each value of a
+    byte.
     """
-    e = Emitter("distinct", 7)
-    ids, count, seen, out, spare, counts, digits = e.arguments
-    make, one = e.make, number(1)
+    e = Emitter("distinct", 9 if ranged else 7)
+    ids, count, seen, out, spare, counts, digits, *bounds = e.arguments
+    make, one, none = e.make, number(1), number(0)
     last = make.sub(count, one)
-    with e.loop(count, carried=[number(0)]) as each:
-        ahead = _at_most(e, make.add(each.index, number(AHEAD_BITS)), last)
-        soon, _ = _bit(e, e.word(ids, ahead))
-        e.prefetch(e.place(seen, soon, WORD_BYTES), write=True)
-        row = e.word(ids, each.index)
+    elsewhere = e.place(spare, make.add(count, one), WORD_BYTES)
+
+    def word_of(row: Value) -> tuple[Value, Value, Value]:
+        """The address of the word that has a row's bit, the bit, and whether the row counts."""
         place, bit = _bit(e, row)
         address = e.place(seen, place, WORD_BYTES)
+        if not ranged:
+            return address, bit, ir.Constant(ir.IntType(1), 1)
+        low, high = bounds
+        counts = make.icmp_unsigned("<", make.sub(row, low), make.sub(high, low))
+        return make.select(counts, address, elsewhere), bit, counts
+
+    with e.loop(count, carried=[none, number(-1), one]) as each:
+        found, newest, ascend = each.carried
+        ahead = _at_most(e, make.add(each.index, number(AHEAD_BITS)), last)
+        e.prefetch(word_of(e.word(ids, ahead))[0], write=True)
+        row = e.word(ids, each.index)
+        address, bit, does_count = word_of(row)
         known = e.load(I64, address)
-        new = make.icmp_signed("==", make.and_(bit, known), number(0))
+        is_new = make.and_(does_count, make.icmp_signed("==", make.and_(bit, known), none))
         e.store(make.or_(known, bit), address)
-        e.store(row, e.place(spare, each.carried[0], WORD_BYTES))
-        each.following = [make.add(each.carried[0], make.zext(new, I64))]
-    total = each.carried[0]
+        e.store(row, e.place(spare, found, WORD_BYTES))
+        is_after = make.zext(make.icmp_signed(">", row, newest), I64)
+        each.following = [
+            make.add(found, make.zext(is_new, I64)),
+            make.select(is_new, row, newest),
+            make.select(is_new, make.and_(ascend, is_after), ascend),
+        ]
+    total, _, ascend = each.carried
 
     def counter(source: Value, index: Value, digit: Value) -> tuple[Value, Value, Value]:
         """A row, its counter's address, and its counter."""
@@ -402,14 +490,19 @@ def distinct_loop() -> Emitter:
         at = e.place(counts, value, WORD_BYTES)
         return row, at, e.load(I64, at)
 
-    with e.loop(digits, carried=[spare, out]) as digit:
+    def copy(at: Value, piece: int) -> None:
+        e.store(e.load(vector(piece), make.add(spare, at)), make.add(out, at))
+
+    is_sorted = make.icmp_signed("!=", ascend, none)
+    e.pieces(make.select(is_sorted, make.mul(total, WORD_BYTES), none), unit, 8, copy)
+    with e.loop(make.select(is_sorted, none, digits), carried=[spare, out]) as digit:
         source, target = digit.carried
         with e.loop(number(DIGITS)) as each:
-            e.store(number(0), e.place(counts, each.index, WORD_BYTES))
+            e.store(none, e.place(counts, each.index, WORD_BYTES))
         with e.loop(total) as each:
             _, at, before = counter(source, each.index, digit.index)
             e.store(make.add(before, one), at)
-        with e.loop(number(DIGITS), carried=[number(0)]) as each:
+        with e.loop(number(DIGITS), carried=[none]) as each:
             at = e.place(counts, each.index, WORD_BYTES)
             each.following = [make.add(each.carried[0], e.load(I64, at))]
             e.store(each.carried[0], at)

@@ -119,16 +119,35 @@ class Team:
             item_bytes: bytes of each item, which decide the number of parts.
             act: releases the interpreter's lock; its calls write to different memory.
         """
-        parts = min(self.threads, items, items * item_bytes // self._least_bytes)
-        if self._pool is None or parts < 2:
-            act(0, items)
-            return
+        parts = self.parts(items, item_bytes)
         edges = [items * part // parts for part in range(parts + 1)]
+        self.each(parts, lambda part: act(*edges[part : part + 2]))
+
+    def parts(self, items: int, item_bytes: int) -> int:
+        """The number of threads that share this work, 1 or more.
+
+        Args:
+            items: number of items.
+            item_bytes: bytes of each.
+        """
+        return max(1, min(self.threads, items, items * item_bytes // self._least_bytes))
+
+    def each(self, parts: int, act: Callable[[int], object]) -> None:
+        """Calls `act(part)` for the parts 0..parts-1, at the same time if there are as many threads.
+
+        Args:
+            parts: number of parts, 1 or more.
+            act: releases the interpreter's lock; its calls write to different memory.
+        """
+        if self._pool is None:
+            for part in range(parts):
+                act(part)
+            return
         others = [Future[None]() for _ in range(1, parts)]  # made before the calls can start
         try:
             for part, other in enumerate(others, 1):
-                hand_over(self._pool, other, act, *edges[part : part + 2])
-            act(*edges[:2])
+                hand_over(self._pool, other, act, part)
+            act(0)
             wait(others)
         except BaseException:
             _stop(others)

@@ -7,6 +7,7 @@ than a vector or a chunk.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Callable
@@ -237,6 +238,30 @@ def test_rows_are_new_once(work: Kernels, rng: np.random.Generator, size: int) -
         assert members(rows) == sorted(known)
 
 
+@each("size", [1, 64, 500, 5000])
+def test_ascending_rows_are_new_once(work: Kernels, rng: np.random.Generator, size: int) -> None:
+    """Threads cut them where a word of the set begins, also where most rows are known."""
+    rows, known = RowSet(size), set[int]()
+    for share in (0.02, 0.3, 0.9, 1):
+        chosen = np.flatnonzero(rng.random(size) < share)
+        assert add(work, rows, chosen) == sorted(set(chosen.tolist()) - known)
+        known |= set(chosen.tolist())
+        gone = np.flatnonzero(rng.random(size) < 0.5)
+        work.forget_(rows, gone)
+        known -= set(gone.tolist())
+        assert members(rows) == sorted(known)
+
+
+def test_rows_of_one_word_are_new_once(work: Kernels, rng: np.random.Generator) -> None:
+    """However many threads there are, one has the word; and rows beside it stay as they are."""
+    rows = RowSet(640)
+    assert add(work, rows, np.array([5, 639])) == [5, 639]
+    for chosen in (np.arange(128, 192), rng.permutation(np.arange(64, 128)), np.repeat([200, 300], 50)):
+        known = set(members(rows))
+        assert add(work, rows, chosen) == sorted(set(chosen.tolist()) - known)
+        assert set(members(rows)) == known | set(chosen.tolist())
+
+
 def test_first_and_last_rows_are_rows(work: Kernels) -> None:
     rows = RowSet(4097)
     assert add(work, rows, ids(4096, 0, 4096, 4095, 63, 64)) == [0, 63, 64, 4095, 4096]
@@ -335,6 +360,24 @@ def test_update_rows(work: Kernels, rng: np.random.Generator, count: int, width:
     work.update_rows_(dst, offsets, src, weight, saved, mark)
     assert (dst.tobytes(), saved.tobytes()) == (expected.tobytes(), kept.tobytes())
     assert mark.tolist() == [first + count]
+
+
+@each("weight", [1, 2, 255])
+@each("edges", [(0, 9), (0, 4, 9), (0, 0, 9), (0, 2, 2, 7, 9)])
+def test_update_lanes(work: Kernels, rng: np.random.Generator, edges: tuple[int, ...], weight: int) -> None:
+    """Each lane keeps a journal of its own."""
+    lanes, width = len(edges) - 1, 5
+    dst, src, saved = draw(rng, 201), draw(rng, 9, width), draw(rng, lanes, 2, width + 3)
+    offsets = np.sort(rng.choice(196 // width, 9, replace=False)) * width
+    marks = np.tile(np.arange(10, 10 + lanes)[:, None], (1, 3))
+    expected, kept = dst.copy(), saved.copy()
+    for lane in range(lanes):
+        mark, part = ids(10 + lane), slice(edges[lane], edges[lane + 1])
+        work.update_rows_(expected, offsets[part], src[part], weight, kept[lane], mark)
+    work.update_lanes_(dst, offsets, src, weight, edges, saved, marks)
+    assert (dst.tobytes(), saved.tobytes()) == (expected.tobytes(), kept.tobytes())
+    assert marks[:, 0].tolist() == [10 + i + b - a for i, (a, b) in enumerate(itertools.pairwise(edges))]
+    assert marks[:, 1].tolist() == list(range(10, 10 + lanes))
 
 
 def test_a_repeated_offset_adds_up(work: Kernels) -> None:
@@ -548,6 +591,20 @@ def b(*weights: int) -> NDArray[np.uint8]:
     return np.array(weights, np.uint8)
 
 
+def lanes(**changes: Any) -> tuple[Any, ...]:
+    """Arguments of `update_lanes_`, two lanes of a row each, with changes."""
+    fields = {
+        "dst": w(6),
+        "offsets": ids(0, 2),
+        "src": w(4).reshape(2, 2),
+        "weight": 3,
+        "edges": (0, 1, 2),
+        "saved": w(8).reshape(2, 2, 2),
+        "marks": np.zeros((2, 4), np.int64),
+    }
+    return tuple((fields | changes).values())
+
+
 REFUSALS: list[tuple[str, tuple[Any, ...], str]] = [
     ("scatter_", (read_only(t(5, 2)), ids(0), t(1, 2), 0), r"table is written to, .* read-only"),
     ("scatter_", (OVER.reshape(8, 2), ids(0), OVER[:2].reshape(1, 2), 0), r"memory overlaps"),
@@ -569,6 +626,16 @@ REFUSALS: list[tuple[str, tuple[Any, ...], str]] = [
         r"mark is written",
     ),
     ("update_rows_", (OVER[:8], ids(0), w(1).reshape(1, 1), 2, OVER[6:8].reshape(2, 1), ids(0)), r"overlap"),
+    ("update_lanes_", lanes(weight=0), r"weight 0"),
+    ("update_lanes_", lanes(edges=(0, 1)), r"2 rows, .* edges \[0, 1\]"),
+    ("update_lanes_", lanes(edges=(0, 3, 2)), r"edges \[0, 3, 2\]"),
+    ("update_lanes_", lanes(edges=(2,)), r"edges \[2\]"),
+    ("update_lanes_", lanes(offsets=ids(0, 1)), r"overlap, or don't ascend"),
+    ("update_lanes_", lanes(offsets=ids(2, 0)), r"overlap, or don't ascend"),
+    ("update_lanes_", lanes(saved=w(4).reshape(1, 2, 2)), r"saved \[1, 2, 2\]"),
+    ("update_lanes_", lanes(saved=w(4).reshape(2, 2, 1)), r"saved \[2, 2, 1\]"),
+    ("update_lanes_", lanes(marks=np.zeros((1, 4), np.int64)), r"marks \[1, 4\]"),
+    ("update_lanes_", lanes(marks=read_only(np.zeros((2, 4), np.int64))), r"marks is written"),
     ("mul_add_block_", (w(3), w(3), 1.0), r"weight 1\.0"),
     ("mul_add_block_", (w(3), w(3), "2"), r"weight '2'"),
     ("mul_add_block_", (w(3), w(4), 2), r"src has 4 words; .* dst's 3"),

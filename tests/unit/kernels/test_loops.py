@@ -21,9 +21,10 @@ PROCESSORS = {
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_they_compile_for_it(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
     monkeypatch.setattr(cpu, "features", lambda: PROCESSORS[processor])
-    written = [cpu.distinct_loop(), cpu.forget_loop()]
+    written = [cpu.forget_loop()]
     for way in cpu.available():
         unit = way.vector_bytes
+        written += [cpu.distinct_loop(unit, ranged=one) for one in (False, True)]
         written += [cpu.move_loop(unit, put=put) for put in (False, True)]
         written += [cpu.record_loop(unit, (100, 4, 2000), changes=changes) for changes in (False, True)]
         written += [cpu.add_loop(way.vector_bytes, None), cpu.add_loop(way.vector_bytes, way)]
