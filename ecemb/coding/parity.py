@@ -328,6 +328,13 @@ class ParityBlocks:
         words, weight = self._target(sender, delta)
         self._kernels.update_rows_(words, delta.offsets, delta.words, weight, saved, mark)
 
+    def advance_lanes_(
+        self, sender: int, delta: Delta, edges: Sequence[int], saved: Words, marks: Ids
+    ) -> None:
+        """Adds one Delta, whose rows don't overlap, in lanes. See `Kernels.update_lanes_`."""
+        words, weight = self._target(sender, delta)
+        self._kernels.update_lanes_(words, delta.offsets, delta.words, weight, edges, saved, marks)
+
     def clear_(self) -> None:
         """Sets all parity to 0, the parity of rows that are all 0."""
         for _, words in self.blocks.values():

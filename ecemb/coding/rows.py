@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -195,6 +195,8 @@ class Table:
         memory: uint8, the memory of all tables of the rank, 64-byte aligned. Read and overwritten in place.
         starts: the byte of `memory` at which each column starts, from `arrange`.
         kernels: gathers and scatters rows.
+        fetch: copies bytes of `memory`, from a byte on, into an array, in any thread; by default through
+            `memory` itself.
 
     Attributes:
         layout: the shard's layout.
@@ -204,8 +206,14 @@ class Table:
     """
 
     def __init__(
-        self, layout: TableLayout, memory: NDArray[np.uint8], starts: Sequence[int], kernels: Kernels
+        self,
+        layout: TableLayout,
+        memory: NDArray[np.uint8],
+        starts: Sequence[int],
+        kernels: Kernels,
+        fetch: Callable[[int, NDArray[np.uint8]], None] | None = None,
     ) -> None:
+        self._fetch = fetch
         self.layout = layout
         self.columns: list[NDArray[np.uint8]] = []
         self.starts: tuple[int, ...] = tuple(starts)
@@ -255,6 +263,24 @@ class Table:
         out[:, -1:] = 0  # the padding
         for rows, at in self._parts.parts:
             out.view(rows.dtype)[:, at : at + rows.shape[1]] = rows[start:stop]
+
+    def copy(self, column: int, start: int, out: NDArray[np.uint8]) -> None:
+        """Copies bytes of a column by all threads of the kernels.
+
+        Args:
+            column: its index.
+            start: the first byte, counted from the column's first row.
+            out: uint8 [m], contiguous, overwritten.
+        """
+        held = self.columns[column].reshape(-1)
+
+        def some(first: int, stop: int) -> None:
+            if self._fetch is None:
+                out[first:stop] = held[start + first : start + stop]
+            else:
+                self._fetch(self.starts[column] + start + first, out[first:stop])
+
+        self.kernels.share(out.size, 2, some)
 
     def write_(self, start: int, records: Words) -> None:
         """Overwrites the rows from `start` on with `records` (uint64 [m, record_words])."""

@@ -30,6 +30,8 @@ from ..coding.rows import WORD_BYTES, RowSpace, Table
 from ..kernels.contract import Ids
 
 _CHUNK_BYTES = 16 << 20
+_BATCH_BYTES = 2 << 20
+"""Records that are stored together: they, the rows under them and the journal stay in a cache."""
 _BUFFERS = 2
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Dtype by an element's bytes; int64 for more. Rows are gathered by element: wide elements are faster."""
@@ -119,13 +121,28 @@ class Image:
             one.index_copy_(0, rows, part.view(one.dtype))
             at += size
 
+    @torch.no_grad()
     def put(self, rows: range | None = None) -> None:
-        """Overwrites the tensors, or these rows of them, with the image."""
-        self._copy(range(self._stored.layout.rows) if rows is None else rows, from_image=True)
+        """Overwrites the tensors, or these rows of them, with the image: several threads read it."""
+        finish_all(self.device)
+        pieces = list(self._pieces(range(self._stored.layout.rows) if rows is None else rows))
+        lanes = self._lanes(pieces)
+        for (column, start, own), lane in zip(pieces, itertools.cycle(lanes), strict=False):
+            lane.send(partial(self._stored.copy, column, start), own)
+        for lane in lanes:
+            lane.end()
 
+    @torch.no_grad()
     def fill(self) -> None:
         """Overwrites the image with the tensors."""
-        self._copy(range(self._stored.layout.rows), from_image=False)
+        finish_all(self.device)
+        pieces = list(self._pieces(range(self._stored.layout.rows)))
+        lanes = self._lanes(pieces)
+        for (column, start, own), lane in zip(pieces, itertools.cycle(lanes), strict=False):
+            held = torch.from_numpy(self._stored.columns[column].reshape(-1))
+            lane.receive(held[start : start + len(own)], own)
+        for lane in lanes:
+            lane.end()
 
     @torch.no_grad()
     def differing(self, rows: range) -> Ids:
@@ -140,28 +157,22 @@ class Image:
                     wrong[at : at + step] |= (now != held[part]).any(axis=1)
         return np.flatnonzero(wrong) + rows.start
 
-    @torch.no_grad()
-    def _copy(self, rows: range, *, from_image: bool) -> None:
-        """Copies whole columns through two buffers: one is filled while a device copies the other."""
-        finish_all(self.device)
-        pieces = list(self._pieces(rows))
-        size = max((len(own) for _, own in pieces), default=0)
-        lanes = [_Lane(self.device, size) for _ in range(_BUFFERS)]
-        for (held, own), lane in zip(pieces, itertools.cycle(lanes), strict=False):
-            if from_image:
-                lane.send(held, own)
-            else:
-                lane.receive(held, own)
-        for lane in lanes:
-            lane.end()
+    def _lanes(self, pieces: Sequence[tuple[int, int, torch.Tensor]]) -> list[_Lane]:
+        """Buffers for whole columns: one is filled while a device copies the other."""
+        size = max((len(own) for _, _, own in pieces), default=0)
+        return [_Lane(self.device, size) for _ in range(_BUFFERS)]
 
-    def _pieces(self, rows: range) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The bytes of some rows' columns in parts: (image's, tensor's), uint8 [at most _CHUNK_BYTES]."""
-        for column, whole in zip(self._stored.columns, self._rows, strict=True):
+    def _pieces(self, rows: range) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """The bytes of some rows' columns in parts: column, first byte in the image's, and the tensor's.
+
+        The last is uint8 [at most _CHUNK_BYTES].
+        """
+        for number, (column, whole) in enumerate(zip(self._stored.columns, self._rows, strict=True)):
             own = whole[rows.start : rows.stop].view(-1).view(torch.uint8)
             if own.numel():
-                held = torch.from_numpy(column[rows.start : rows.stop].reshape(-1))
-                yield from zip(held.split(_CHUNK_BYTES), own.split(_CHUNK_BYTES), strict=True)
+                start = rows.start * column.shape[1]
+                for at, part in enumerate(own.split(_CHUNK_BYTES)):
+                    yield number, start + at * _CHUNK_BYTES, part
 
 
 class Uploader:
@@ -217,11 +228,19 @@ class _Lane:
         self._buffer = _staging(size, device)
         self._to: torch.Tensor | None = None  # where `end` copies the buffer's bytes
 
-    def send(self, held: torch.Tensor, own: torch.Tensor) -> None:
-        """Copies host memory to the device."""
+    def send(self, fetch: Callable[[NDArray[np.uint8]], None], own: torch.Tensor) -> None:
+        """Copies host memory to the device.
+
+        Args:
+            fetch: copies the bytes into an array of the host.
+            own: uint8 [m] on the device, overwritten; it needs no buffer if it is in host memory.
+        """
+        if self._done is None and own.device.type == "cpu":
+            fetch(own.numpy())
+            return
         self.end()
-        buffer = self._buffer[: len(held)]
-        buffer.copy_(held)
+        buffer = self._buffer[: len(own)]
+        fetch(buffer.numpy())
         own.copy_(buffer, non_blocking=True)
         self._began()
 
@@ -435,7 +454,7 @@ class _Marks:
             for batch in _batches(pieces):
                 sizes = [len(rows) * piece.image.record_bytes for piece, rows in batch]
                 if sum(sizes) > len(self._buffer):
-                    self._buffer = _staging(max(sum(sizes), min(_CHUNK_BYTES, 2 * sum(sizes))), self._device)
+                    self._buffer = _staging(max(sum(sizes), min(_BATCH_BYTES, 2 * sum(sizes))), self._device)
                 parts = self._buffer[: sum(sizes)].split(sizes)  # whole words, so all parts are aligned
                 for (piece, rows), part in zip(batch, parts, strict=True):
                     part.copy_(piece.read(rows).view(-1), non_blocking=True)
@@ -478,15 +497,15 @@ class _Piece(NamedTuple):
 
 
 def _batches(pieces: Sequence[_Piece]) -> Iterator[list[tuple[_Piece, range]]]:
-    """All rows in batches of at most `_CHUNK_BYTES` of records, at least one row each."""
+    """All rows in batches of at most `_BATCH_BYTES` of records, at least one row each."""
     batch: list[tuple[_Piece, range]] = []
-    room = _CHUNK_BYTES
+    room = _BATCH_BYTES
     for piece in pieces:
         at, size = 0, piece.image.record_bytes
         while at < len(piece.ids):
             if batch and room < size:
                 yield batch
-                batch, room = [], _CHUNK_BYTES
+                batch, room = [], _BATCH_BYTES
             count = min(len(piece.ids) - at, max(1, room // max(1, size)))
             batch.append((piece, range(at, at + count)))
             at, room = at + count, room - count * size

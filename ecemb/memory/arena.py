@@ -245,6 +245,34 @@ class Arena:
             raise self._closed()
         return self._data[offset : offset + capacity]
 
+    def read(self, name: str, start: int, out: NDArray[np.uint8]) -> None:
+        """Copies bytes of a region into an array, as the mapping has them at this time. For any thread.
+
+        It reads the file: through a new mapping, the kernel would first map each page, which takes several
+        times as long as the copy.
+
+        Args:
+            name: of the region.
+            start: first byte.
+            out: uint8 [m], contiguous, overwritten; the bytes start..start+m-1 are reserved.
+
+        Raises:
+            UsageError: the arena is closed.
+            ArenaDamaged: the file ends before these bytes.
+            ConfigurationError: no such region.
+        """
+        offset, _ = self._span(name)
+        self.check_open()
+        done = 0
+        while done < out.size:
+            got = os.preadv(self._fd, [out[done:].data], offset + start + done)
+            if not got:
+                raise ArenaDamaged(
+                    f"{self.path} ends before byte {start + out.size} of its {name}: its memory is damaged. "
+                    f"{self.way_out}"
+                )
+            done += got
+
     def offset(self, name: str) -> int:
         """Where a region begins in the file, in bytes.
 
@@ -477,10 +505,10 @@ class Promise:
         self._claim = capacity.Claim(self._turn, path)
         self._end = weakref.finalize(self, _give_back, self._claim, self._turn)
         try:
-            self._claim.take_turn(size_bytes, again=False)
+            self._claim.take_turn(size_bytes)
             try:
                 self._check()
-                self._claim.store(size_bytes, waiting=False)
+                self._claim.store(size_bytes)
             finally:
                 fcntl.flock(self._turn, fcntl.LOCK_UN)
         except BaseException:
@@ -499,7 +527,7 @@ class Promise:
             self._check()
             self._checked_bytes = self._left_bytes
         self._left_bytes -= size_bytes
-        self._claim.store(self._left_bytes, waiting=False)
+        self._claim.store(self._left_bytes)
 
     def end(self) -> None:
         """Releases the bytes that are promised and not allocated. May be called twice."""

@@ -1,10 +1,10 @@
 """The space that is left for files in a folder, and its allocation: mount, machine, cgroups.
 
 Invariant: memory is checked before it is allocated, and allocated before it is used, so that too little space
-is an error with numbers, and never a later SIGBUS or OOM kill. Processes of a user take turns of one slice
-each, by a lock of the folder. A file for each allocation (`Claim`) records the bytes that it was promised and
-has not allocated yet, so that no other process is promised the same bytes. Must not know the purpose of the
-memory.
+is an error with numbers, and never a later SIGBUS or OOM kill. Processes of a user take turns to be promised
+memory, by a lock of the folder, and then allocate it at the same time, slice by slice. A file for each
+allocation (`Claim`) records the bytes that it was promised and has not allocated yet, so that no other
+process is promised the same bytes. Must not know the purpose of the memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import secrets
 import struct
 import time
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -29,15 +29,14 @@ _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG}
 _NOT_SUPPORTED = {errno.ENODEV, errno.EOPNOTSUPP, errno.ENOSYS}
 SLICE_BYTES = 256 << 20
-"""The most bytes that a process allocates in one turn, with signals blocked: this takes a fraction of a
-second, even on a machine that clears pages slowly."""
+"""The most bytes that a process allocates at once, with signals blocked: this takes a fraction of a second,
+even on a machine that clears pages slowly."""
 
 _POLL_S = 0.02
 _WAIT_S = 120.0  # for a turn, plus the time in which a slow machine allocates the bytes
 _SLOWEST_BYTES_S = 16 << 20
-_POLITE_S = 2.0  # longest time to let waiting processes go first: a stopped one must not block others
 _CLAIM = ".claim-"
-_CLAIMED = struct.Struct("<q?")  # bytes promised and not allocated; whether the process waits for a turn
+_CLAIMED = struct.Struct("<q?")  # bytes promised and not allocated; whether a slice of them is being taken
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as the largest multiple of a page."""
 
@@ -85,7 +84,7 @@ def check(needed_bytes: int, fd: int, path: Path, promised_bytes: int = 0) -> No
 def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) -> None:
     """Backs pieces of a file by memory, after checking that there is enough for all of them.
 
-    Memory is allocated in slices; other processes may allocate theirs in between.
+    More than a slice is only promised in this process's turn: other processes allocate at the same time.
 
     Args:
         fd: the file, open for writing.
@@ -97,24 +96,51 @@ def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) 
         NotEnoughSpace: a piece doesn't fit; earlier pieces may be backed.
         ArenaBusy: another process keeps its turn for longer than the allocation of any slice takes.
     """
-    left_bytes = sum(length for _, length in pieces)
-    whole_bytes = left_bytes
-    claim = Claim(turn, path)
+    left_bytes = whole_bytes = sum(length for _, length in pieces)
+    claim, slices = Claim(turn, path), list(_slices(pieces))
     try:
-        for number, (taken_bytes, slice_) in enumerate(_slices(pieces)):
-            claim.take_turn(left_bytes, again=number > 0)
-            try:
-                others_bytes = promised_elsewhere(turn, claim) if number == 0 else 0
-                check(taken_bytes if number else whole_bytes, fd, path, others_bytes)
-                left_bytes -= taken_bytes
-                if left_bytes or number:
-                    claim.store(left_bytes, waiting=False)  # before the turn ends: `check` has counted it
-                with refusals(path, whole_bytes):
-                    _back(fd, slice_)
-            finally:
-                fcntl.flock(turn, fcntl.LOCK_UN)
+        claim.take_turn(whole_bytes, lambda: _check_promise(whole_bytes, fd, path, turn, claim))
+        try:
+            if len(slices) > 1:
+                claim.store(left_bytes, is_taking=True)
+            else:
+                _back_slice(fd, slices.pop()[1], path, whole_bytes)
+        finally:
+            fcntl.flock(turn, fcntl.LOCK_UN)
+        for number, (taken_bytes, slice_) in enumerate(slices):
+            if number:
+                check(taken_bytes, fd, path)
+            _back_slice(fd, slice_, path, whole_bytes)
+            left_bytes -= taken_bytes
+            claim.store(left_bytes, is_taking=True)  # after it: these bytes are free, or taken, or promised
     finally:
         claim.drop()
+
+
+def _check_promise(needed_bytes: int, fd: int, path: Path, turn: int, claim: Claim) -> bool:
+    """Whether memory for all bytes can be promised now; False if other processes' slices have to end before.
+
+    Such a slice may count twice, as taken and as promised.
+
+    Raises:
+        NotEnoughSpace: the bytes don't fit, whatever of these slices is taken already.
+    """
+    others = claim.others()
+    promised_bytes = sum(left for left, _ in others)
+    twice_bytes = sum(min(left, SLICE_BYTES) for left, is_taking in others if is_taking)
+    check(needed_bytes, fd, path, promised_bytes - twice_bytes)
+    if not twice_bytes:
+        return True
+    try:
+        check(needed_bytes, fd, path, promised_bytes)
+    except NotEnoughSpace:
+        return False
+    return True
+
+
+def _back_slice(fd: int, slice_: Sequence[tuple[int, int]], path: Path, whole_bytes: int) -> None:
+    with refusals(path, whole_bytes):
+        _back(fd, slice_)
 
 
 def back(fd: int, pieces: Sequence[tuple[int, int]], path: Path) -> None:
@@ -174,7 +200,7 @@ def _slices(pieces: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[tuple
 
 
 class Claim:
-    """The bytes that an allocation was promised and has not allocated yet, and whether it waits for its turn.
+    """The bytes that an allocation was promised and has not allocated yet.
 
     Stored in a file in the folder of `turn`, which only allocations of more than a slice make, and those that
     have to wait. The file counts as long as it is locked: the kernel releases the lock of a process that
@@ -191,47 +217,48 @@ class Claim:
         self._fd: int | None = None
         _claims.add(self)
 
-    def take_turn(self, left_bytes: int, *, again: bool) -> None:
+    def take_turn(self, needed_bytes: int, can_begin: Callable[[], bool] = lambda: True) -> None:
         """Waits for the turn, the lock of the folder; `fcntl.flock(turn, LOCK_UN)` ends the turn.
 
         Args:
-            left_bytes: bytes that this allocation still needs.
-            again: whether this allocation had a turn before, and was promised these bytes: then it lets
-                waiting processes go first, for `_POLITE_S` seconds at most.
+            needed_bytes: bytes that this allocation needs.
+            can_begin: called with the lock held; if it returns False or raises, the turn is given back, and
+                after False it is awaited again.
 
         Raises:
             ArenaBusy: the wait was too long.
+            Exception: of `can_begin`.
         """
         began = time.monotonic()
-        promised_bytes, polite, waiting = left_bytes if again else 0, again, False
         while True:
-            waited_s = time.monotonic() - began
-            if not (polite and waited_s < _POLITE_S and any(waits for _, waits in self.others())):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                has_begun = False
                 try:
-                    fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    polite = False
-                if not waiting:
-                    self.store(promised_bytes, waiting=True)
-                    waiting = True
-                others_bytes = promised_elsewhere(self._turn, self)
-                if waited_s > _WAIT_S + (left_bytes + others_bytes) / _SLOWEST_BYTES_S:
-                    raise ArenaBusy(
-                        f"{self._path} waited too long for another process that takes memory in "
-                        f"{self._path.parents[2]}; find it with `fuser {self._path.parents[2]}`"
-                    ) from None
+                    if has_begun := can_begin():
+                        return
+                finally:
+                    if not has_begun:
+                        fcntl.flock(self._turn, fcntl.LOCK_UN)
+            others_bytes = promised_elsewhere(self._turn, self)
+            if time.monotonic() - began > _WAIT_S + (needed_bytes + others_bytes) / _SLOWEST_BYTES_S:
+                raise ArenaBusy(
+                    f"{self._path} waited too long for another process that takes memory in "
+                    f"{self._path.parents[2]}; find it with `fuser {self._path.parents[2]}`"
+                ) from None
             time.sleep(_POLL_S)
-        if waiting:
-            self.store(promised_bytes, waiting=False)
 
-    def store(self, promised_bytes: int, *, waiting: bool) -> None:
+    def store(self, promised_bytes: int, *, is_taking: bool = False) -> None:
         """Writes the claim for other processes.
+
+        Args:
+            promised_bytes: promised, and not allocated yet.
+            is_taking: whether the process allocates a slice of these bytes before it calls `store` again.
 
         Raises:
             NotEnoughSpace: the file system has no space for the file of the claim.
         """
-        data = _CLAIMED.pack(promised_bytes, waiting)
+        data = _CLAIMED.pack(promised_bytes, is_taking)
         with refusals(self._path, len(data)):
             while self._fd is None:
                 self._make()
@@ -259,7 +286,7 @@ class Claim:
             self._fd = None
 
     def others(self) -> list[tuple[int, bool]]:
-        """For each other allocation in progress: the bytes promised to it, and whether it waits."""
+        """For each other allocation in progress: the bytes promised to it, and whether it takes a slice."""
         found: list[tuple[int, bool]] = []
         for name in os.listdir(self._turn):
             if not name.startswith(_CLAIM) or name == self._name:
@@ -273,8 +300,8 @@ class Claim:
             except BlockingIOError:
                 data = os.pread(fd, _CLAIMED.size, 0)
                 if len(data) == _CLAIMED.size:
-                    left_bytes, waiting = _CLAIMED.unpack(data)
-                    found.append((left_bytes, waiting))
+                    left_bytes, is_taking = _CLAIMED.unpack(data)
+                    found.append((left_bytes, is_taking))
             else:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=self._turn)

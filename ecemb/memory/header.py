@@ -34,7 +34,7 @@ from ..errors import ArenaDamaged, ArenaIncompatible, ConfigurationError
 SUFFIX = ".arena"
 """Suffix of the name of an arena's file."""
 MAGIC = b"ecembARN"
-FORMAT = 6
+FORMAT = 7
 NONE = -1
 """The value of a word that has none yet: no transaction, no generation."""
 

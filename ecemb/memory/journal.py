@@ -571,12 +571,44 @@ class Inbox:
         ]
 
 
+_LANE_WORDS = 16
+"""Words of a lane's line in the head of the parity journal: no other thread stores in its cache lines."""
+_WHOLE, _LANES = range(2)  # words of the head's first line
+_MARK, _FIRST, _STOP = range(3)  # words of a lane's line
+MOST_LANES = 8
+PARITY_HEAD_BYTES = (1 + MOST_LANES) * _LANE_WORDS * WORD_BYTES
+"""Bytes in front of the places for old words."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lane:
+    """A run of parity rows that one thread changes.
+
+    Attributes:
+        first: the number of its first row.
+        stop: the number after its last row.
+        mark: int64 [1], memory of the number of the row that is changing, or has changed last; first - 1
+            before its first row.
+        saved: uint64 [2, w], the places for its old words.
+    """
+
+    first: int
+    stop: int
+    mark: Ids
+    saved: Words
+
+
 class ParityJournal:
-    """The old words of the parity row that is changing, and of the row before it.
+    """The old words of the parity row that is changing, and of the row before it; of each lane, if there are.
 
     A transaction's parity rows are numbered through the inbox's deltas, in their order. They change one after
     another: the journal has the number of the row that is changing, or has changed last. Rows with even
     numbers save their old words in one place, rows with odd numbers in the other.
+
+    Threads share a run of rows that don't overlap, after all rows before it have changed: each has a lane,
+    with a number and two places of its own. The head of the journal has the number of rows that were complete
+    when the last lanes ended, 0 before any did, the number of lanes, and a line for each. Lanes are void once
+    their rows are among the complete ones, and until one of them names a row: all lines are written before.
 
     Args:
         arena: holds the region "parity_journal" and the words `parity_label`, `parity_row`.
@@ -592,7 +624,7 @@ class ParityJournal:
 
     @property
     def row(self) -> int:
-        """The number of the row that is changing, or has changed last; NONE before the first row."""
+        """The number of the row that is changing, or has changed last, outside of lanes; NONE at first."""
         return self._arena.get(Word.PARITY_ROW)
 
     @property
@@ -600,38 +632,118 @@ class ParityJournal:
         """The memory of `row`, int64 [1]: a word of the header that the kernel stores as it changes rows."""
         return self._arena.word(Word.PARITY_ROW)
 
-    def reserve(self, received: Received) -> None:
-        """Backs the two places for old words, each as long as the widest row of the deltas.
+    def reserve(self, received: Received, lanes: int = 1) -> None:
+        """Backs the head, and for each lane two places for old words, as long as the deltas' widest row.
+
+        Args:
+            received: the deltas.
+            lanes: wanted; there are fewer if the region's capacity is small.
 
         Raises:
             NotEnoughSpace: the journal can't grow.
         """
-        self._arena.reserve("parity_journal", 2 * _widest(received) * WORD_BYTES, spare_bytes=0)
+        size = 2 * _widest(received) * WORD_BYTES
+        most = (len(self._arena.region("parity_journal")) - PARITY_HEAD_BYTES) // max(1, size)
+        lanes = max(1, min(lanes, MOST_LANES, most))
+        self._arena.reserve("parity_journal", PARITY_HEAD_BYTES + lanes * size, spare_bytes=0)
 
     def places(self, received: Received) -> Words:
-        """The places for old words, which `reserve` has backed: uint64 [2, words of the widest row]."""
+        """The places for old words that `reserve` has backed: uint64 [lanes, 2, words of the widest row]."""
         words = _widest(received)
-        region = self._arena.region("parity_journal")
-        return region[: 2 * words * WORD_BYTES].view(np.uint64).reshape(2, words)
+        size = 2 * words * WORD_BYTES
+        backed = self._arena.reserved("parity_journal") - PARITY_HEAD_BYTES
+        lanes = min(MOST_LANES, backed // size) if words else 1
+        region = self._arena.region("parity_journal")[PARITY_HEAD_BYTES : PARITY_HEAD_BYTES + lanes * size]
+        return region.view(np.uint64).reshape(lanes, 2, words)
 
     def begin(self, transaction: int) -> None:
         """Stores that no row has changed, then the transaction under which parity changes from here on."""
         self._arena.set(Word.PARITY_ROW, NONE)
+        head = self._head()
+        head[0, _WHOLE] = 0
+        head[1:, _MARK] = NONE
         self._arena.set(Word.PARITY_LABEL, transaction)
 
     def finished(self, received: Received) -> int:
-        """The number of rows that have changed, at most all rows of the deltas. The last may be half changed.
+        """The number of rows that have changed, at most all rows of the deltas. Open lanes come after them.
 
         Raises:
             InconsistentArenas: the deltas don't have the row of the journal.
         """
         rows = sum(len(delta.offsets) for _, delta in received)
-        if not NONE <= self.row < rows:
+        whole = int(self._head()[0, _WHOLE])
+        if not NONE <= self.row < rows or not 0 <= whole <= rows:
             raise InconsistentArenas(
-                f"the parity journal names row {self.row}, and the inbox has {rows}: the arena's memory is "
-                f"damaged. {self._arena.way_out}"
+                f"the parity journal names row {self.row}, after {whole} complete rows, and the inbox has "
+                f"{rows}: the arena's memory is damaged. {self._arena.way_out}"
             )
+        if self.row + 1 < whole:  # the process ended in `close`
+            self._arena.set(Word.PARITY_ROW, whole - 1)
         return self.row + 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether row number `row` is complete, as a lane has changed it; else it may be half changed."""
+        return self.row + 1 <= int(self._head()[0, _WHOLE])
+
+    def open(self, edges: Sequence[int], saved: Words) -> tuple[Words, Ids]:
+        """Begins lanes, after all rows before them have changed.
+
+        Args:
+            edges: lanes + 1 numbers of rows: lane i has the rows edges[i]..edges[i+1]-1.
+            saved: from `places`, for as many lanes or more.
+
+        Returns:
+            The places of the lanes, uint64 [lanes, 2, w], and the memory of their numbers, int64
+            [lanes, v], which are in the first column.
+        """
+        lanes, head = len(edges) - 1, self._head()
+        head[1:, _MARK] = NONE
+        head[0, _LANES] = lanes
+        head[1 : 1 + lanes, _FIRST], head[1 : 1 + lanes, _STOP] = edges[:-1], edges[1:]
+        head[1 : 1 + lanes, _MARK] = head[1 : 1 + lanes, _FIRST] - 1
+        return saved[:lanes], head[1 : 1 + lanes]
+
+    def close(self, stop: int) -> None:
+        """Stores that all rows before number `stop` have changed: the lanes are void."""
+        self._head()[0, _WHOLE] = stop
+        self._arena.set(Word.PARITY_ROW, stop - 1)
+
+    def interrupted(self, received: Received, saved: Words) -> list[Lane]:
+        """The open lanes, if one of them names a row.
+
+        Raises:
+            InconsistentArenas: they are not the rows that follow those which `finished` returns.
+        """
+        done, head = self.row + 1, self._head()
+        lines = head[1 : 1 + min(MOST_LANES, max(0, int(head[0, _LANES])))].tolist()
+        if not any(line[_MARK] >= line[_FIRST] >= done for line in lines):
+            return []
+        edges = [done, *(line[_STOP] for line in lines)]
+        rows = sum(len(delta.offsets) for _, delta in received)
+        if (
+            len(lines) > len(saved)
+            or edges[-1] > rows
+            or any(
+                not (line[_FIRST] == first <= line[_MARK] + 1 <= line[_STOP])
+                for first, line in zip(edges, lines, strict=False)
+            )
+        ):
+            claims = [(line[_FIRST], line[_STOP], line[_MARK]) for line in lines]
+            raise InconsistentArenas(
+                f"the parity journal has lanes with the rows and numbers {claims} after row {self.row}, and "
+                f"the inbox has {rows} rows: the arena's memory is damaged. {self._arena.way_out}"
+            )
+        return [
+            Lane(line[_FIRST], line[_STOP], head[1 + i, _MARK : _MARK + 1], saved[i])
+            for i, line in enumerate(lines)
+        ]
+
+    def _head(self) -> Ids:
+        """The head, int64 [1 + lanes, words of a line]."""
+        return (
+            self._arena.region("parity_journal")[:PARITY_HEAD_BYTES].view(np.int64).reshape(-1, _LANE_WORDS)
+        )
 
 
 def _widest(received: Received) -> int:

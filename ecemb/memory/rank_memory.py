@@ -21,6 +21,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -30,7 +31,7 @@ from ..coding.parity import Delta, ParityBlocks, Received, Scratch, blank, messa
 from ..coding.placement import WHOLE, Placement, Share
 from ..coding.rows import WORD_BYTES, RowSpace, Table, TableLayout, arrange, joined, split
 from ..errors import InconsistentArenas
-from ..kernels.contract import Ids, Kernels, Words
+from ..kernels.contract import Ids, Kernels, Words, are_apart
 from . import capacity, private_files
 from .arena import Arena, Backing
 from .header import NONE, State, Word
@@ -81,12 +82,12 @@ class RankMemory:
         self.geometry = geometry
         self.kernels: Kernels = kernels
         self.rank: int = arena.header().constants.rank
-        rows = arena.region("rows")
+        rows, fetch = arena.region("rows"), partial(arena.read, "rows")
         starts, _ = arrange(layouts)
         captured = joined(layouts)
         captured[-1:] = map(split, captured[-1:])
         tables, named = (
-            [Table(layout, rows, at, kernels) for layout, at in zip(each, starts, strict=True)]
+            [Table(layout, rows, at, kernels, fetch) for layout, at in zip(each, starts, strict=True)]
             for each in (layouts, captured)
         )
         self.space: RowSpace = RowSpace(tables, geometry.generator.shape[1], named)
@@ -364,7 +365,7 @@ class RankMemory:
         if self._backing is not None and not self._backing.is_whole:
             received = self._with_memory(received, self._backing)
             self._received = transaction, received
-        self.parity_journal.reserve(received)
+        self.parity_journal.reserve(received, self._lanes(received))
         self.mark_prepared(transaction)
 
     def _with_memory(self, received: Received, backing: Backing) -> Received:
@@ -408,14 +409,62 @@ class RankMemory:
         saved = journal.places(received)
         if journal.label != transaction:
             journal.begin(transaction)
-        done = journal.finished(received)
+        else:
+            journal.finished(received)  # checks what `_end_lanes` relies on
+            self._end_lanes(received, saved)
+        done, number = journal.finished(received), 0
         for sender, delta in received:
-            if 0 < done <= len(delta.offsets):
-                self.parity.finish_(sender, delta.rows(done - 1, done), saved[journal.row % 2])
-            for part in delta.parts(PART_BYTES, max(0, done)):
-                self.parity.advance_(sender, part, saved, journal.mark)
+            start = done - number
+            if 0 < start <= len(delta.offsets) and not journal.is_whole:
+                self.parity.finish_(sender, delta.rows(start - 1, start), saved[0, journal.row % 2])
+            at = max(0, start)
+            for part in delta.parts(PART_BYTES, at):
+                self._advance(self.parity, sender, part, number + at, saved)
+                at += len(part.offsets)
                 rest()
-            done -= len(delta.offsets)
+            number += len(delta.offsets)
+
+    def _advance(self, parity: ParityBlocks, sender: int, part: Delta, number: int, saved: Words) -> None:
+        """Adds a part of a Delta to parity, in lanes if threads are worth it.
+
+        Args:
+            parity: the blocks.
+            sender: the rank that sent the Delta.
+            part: the part.
+            number: the number of its first row.
+            saved: the places for old words.
+        """
+        count, width = part.words.shape
+        lanes = min(len(saved), self.kernels.lanes(count, width * WORD_BYTES))
+        if lanes < 2 or not are_apart(part.offsets, width):
+            parity.advance_(sender, part, saved[0], self.parity_journal.mark)
+            return
+        edges = [count * lane // lanes for lane in range(lanes + 1)]
+        places, marks = self.parity_journal.open([number + edge for edge in edges], saved)
+        parity.advance_lanes_(sender, part, edges, places, marks)
+        self.parity_journal.close(number + count)
+
+    def _end_lanes(self, received: Received, saved: Words) -> None:
+        """Changes the other rows of the lanes that an interruption has left open."""
+        if self.parity is None or not (lanes := self.parity_journal.interrupted(received, saved)):
+            return
+        number = 0
+        for sender, delta in received:
+            for lane in lanes:
+                if number <= lane.first < lane.stop <= number + len(delta.offsets):
+                    at = int(lane.mark[0])
+                    if at >= lane.first:
+                        rows = delta.rows(at - number, at - number + 1)
+                        self.parity.finish_(sender, rows, lane.saved[at % 2])
+                    rest = delta.rows(at + 1 - number, lane.stop - number)
+                    self.parity.advance_(sender, rest, lane.saved, lane.mark)
+            number += len(delta.offsets)
+        self.parity_journal.close(lanes[-1].stop)
+
+    def _lanes(self, received: Received) -> int:
+        """The most lanes in which a part of these deltas may change parity."""
+        sizes = ((len(delta.offsets), delta.words.shape[1] * WORD_BYTES) for _, delta in received)
+        return max((self.kernels.lanes(*size) for size in sizes), default=1)
 
     def commit(self, transaction: int) -> None:
         """Stores that a transaction is committed (docs/protocol.md, 1.1).

@@ -29,7 +29,7 @@ from ..errors import ConfigurationError, EcembError, InconsistentArenas
 from ..kernels.contract import Kernels
 from ..memory.arena import Arena, Backing, promised
 from ..memory.header import CONSTANTS_OFFSET, Constants, State, page_aligned
-from ..memory.journal import ROW_JOURNALS
+from ..memory.journal import PARITY_HEAD_BYTES, ROW_JOURNALS
 from ..memory.rank_memory import Geometry, RankMemory
 from ..memory.scan import remove
 from ..net.assignment import Report
@@ -219,7 +219,11 @@ def _laid_out(start: Start) -> tuple[Constants, dict[str, int]]:
     dense = world.dense_bytes(start.training.replicated)
     slot = max(16 * dense + _SLOT_SLACK_BYTES, world.slot_bytes)  # room for the donor's slot
     reserved = {"generator": code.n * code.k, "rows": rows, "parity": world.parity_bytes}
-    growing = {**dict.fromkeys(ROW_JOURNALS, journal), "inbox": inbox, "parity_journal": 2 * inbox}
+    growing = {
+        **dict.fromkeys(ROW_JOURNALS, journal),
+        "inbox": inbox,
+        "parity_journal": PARITY_HEAD_BYTES + 2 * inbox,
+    }
     regions = {**reserved, **growing, "slot0": slot, "slot1": slot}
     return dataclasses.replace(world.constants, regions=tuple(regions.items())), reserved
 

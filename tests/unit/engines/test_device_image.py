@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -215,8 +216,8 @@ def test_a_lane_waits_for_the_device_that_copies() -> None:
         mock.patch("torch.cuda.current_stream", lambda device=None: f"the stream of {device}"),
     ):
         lane = _Lane(torch.device("cuda", 1), 5)
-        for begin in (lane.send, lane.receive):
-            begin(held, own)
+        for begin in (partial(lane.send, lambda out: None), partial(lane.receive, held)):
+            begin(own)
             event().record.assert_called_once_with("the stream of cuda:1")
             event().record.reset_mock()
 
@@ -396,7 +397,7 @@ def test_many_rows_are_brought_in_batches(device: str, are_staged: bool, seed: i
             rows = rows[: len(rows) * 2 // 3].to(device)
             images.mark(i, rows)
             tensors[0][rows] += 1
-        with mock.patch("ecemb.engines.device_image._CHUNK_BYTES", chunk_bytes):
+        with mock.patch("ecemb.engines.device_image._BATCH_BYTES", chunk_bytes):
             staged = images.take()
             assert staged.is_held is are_staged
             batches = list(image_module._batches(staged.pieces[0][1]))

@@ -67,17 +67,16 @@ def arena_of(arena_dir: Path, job: str, region: str, size_bytes: int, reserved_b
 
 
 def take_slowly(arena_dir: Path, ready: Event, begun: Event, grown: Event) -> None:
-    """A job that allocates in 200 slices; from the first one on, the other job waits for its turn."""
+    """A job that allocates in 200 slices; in the first one it waits for what the other job does."""
     capacity.SLICE_BYTES = MIB
     allocate, calls = os.posix_fallocate, []
 
     def slow(fd: int, offset: int, length: int) -> None:
         if not calls:
             begun.set()
-            until(lambda: any(waits(claim) for claim in arena_dir.rglob(f"{capacity._CLAIM}*")))
+            until(grown.is_set)
         calls.append(length)
         if sum(calls) - length < 200 * MIB <= sum(calls):
-            until(grown.is_set)
             with (arena_dir / "order").open("a") as file:
                 file.write("last ")
         allocate(fd, offset, min(length, 4096))
@@ -97,11 +96,6 @@ def grow(arena_dir: Path, ready: Event, begun: Event, grown: Event) -> None:
         file.write("grown ")
     grown.set()
     arena.close()
-
-
-def waits(claim: Path) -> bool:
-    data = claim.read_bytes()
-    return len(data) == capacity._CLAIMED.size and capacity._CLAIMED.unpack(data)[1]
 
 
 def until(has_come: Callable[[], bool]) -> None:
@@ -335,7 +329,7 @@ class TestAllocate:
     def test_what_is_promised_to_one_is_not_promised_to_another(
         self, tmp_path: Path, fd: int, turn: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Between two slices of the first, the second learns what is left, and not of what has ended."""
+        """While the first takes its first slice, the second learns what is left, and takes it."""
         path = tmp_path / "job" / "host" / "file"
         free = [100]
         monkeypatch.setattr(capacity, "SLICE_BYTES", 10)
@@ -346,32 +340,51 @@ class TestAllocate:
 
         def taken(fd: int, offset: int, length: int) -> None:
             free[0] -= length
-            if length == 10 and offset == 0:  # the first slice of the first: try once it has ended
-                unlock = fcntl.flock
-
-                def between(turn: int, operation: int) -> None:
-                    unlock(turn, operation)
-                    if operation == fcntl.LOCK_UN and not told:
-                        told.append("")
-                        with pytest.raises(NotEnoughSpace) as error:
-                            capacity.allocate(fd, [(1000, 41)], path, second)
-                        told.append(str(error.value))
-                        capacity.allocate(fd, [(1000, 40)], path, second)
-
-                monkeypatch.setattr(fcntl, "flock", between)
+            if length == 10 and offset == 0:
+                with pytest.raises(NotEnoughSpace) as error:
+                    capacity.allocate(fd, [(1000, 41)], path, second)
+                told.append(str(error.value))
+                capacity.allocate(fd, [(1000, 30)], path, second)
 
         monkeypatch.setattr(os, "posix_fallocate", taken)
         (tmp_path / ".claim-left").write_bytes(capacity._CLAIMED.pack(10**6, True))
         capacity.allocate(fd, [(0, 60)], path, turn)
         os.close(second)
-        assert free == [0]
-        assert "leaves 90 (0.0 MiB), of which other processes are about to take 50" in told[1]
+        assert free == [10]
+        assert "leaves 90 (0.0 MiB), of which other processes are about to take 50" in told[0]
+        assert os.listdir(tmp_path) == ["file"]
+
+    def test_bytes_that_may_count_twice_are_waited_for(
+        self, tmp_path: Path, fd: int, turn: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """90 are free, 60 promised, and the slice of 10 that is being taken may be among both."""
+        free, waits = [100], list[int]()
+        monkeypatch.setattr(capacity, "SLICE_BYTES", 10)
+        limit = lambda *_: [capacity.Limit("the sky", free[0], "Wait.")]  # noqa: E731
+        monkeypatch.setattr(capacity, "limits", limit)
+        path, second = tmp_path / "job" / "host" / "file", os.open(tmp_path, os.O_RDONLY)
+        first = Claim(turn, path)
+        first.store(60, is_taking=True)
+        free[0] -= 10
+
+        def sleep(_: float) -> None:
+            waits.append(1)
+            first.store(50, is_taking=len(waits) < 2)  # the slice has ended; the last wait is for no slice
+
+        monkeypatch.setattr(capacity, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+        monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: None)
+        capacity.allocate(fd, [(1000, 4), (2000, 5)], path, second)
+        assert not waits
+        capacity.allocate(fd, [(1000, 40)], path, second)
+        assert len(waits) == 1, "all is known as soon as the slice has ended"
+        first.drop()
+        os.close(second)
         assert os.listdir(tmp_path) == ["file"]
 
     def test_a_process_that_is_killed_leaves_no_claim(self, tmp_path: Path, fd: int, turn: int) -> None:
         """Before any line of its allocation: the next one that looks for claims removes what is left."""
         end, found = 1, set[int]()
-        while cut_off(end, lambda: Claim(turn, tmp_path / "file").store(5, waiting=False), capacity):
+        while cut_off(end, lambda: Claim(turn, tmp_path / "file").store(5), capacity):
             found.add(len(os.listdir(tmp_path)))
             assert capacity.promised_elsewhere(turn) == 0
             assert os.listdir(tmp_path) == ["file"]
@@ -391,13 +404,13 @@ class TestAllocate:
 
         monkeypatch.setattr(fcntl, "flock", flock)
         claim = Claim(turn, tmp_path / "file")
-        claim.store(5, waiting=False)
+        claim.store(5)
         assert looked == [0, 0] and capacity.promised_elsewhere(turn) == 5
         claim.drop()
         assert capacity.promised_elsewhere(turn) == 0 and os.listdir(tmp_path) == ["file"]
 
     def test_a_growth_comes_between_the_slices_of_another_jobs_allocation(self, tmp_path: Path) -> None:
-        """By order, not by seconds: the last slice of the first waits for the growth of the second."""
+        """By order, not by seconds: the growth of the second comes within the first slice of the first."""
         context = fork_server()
         signs = context.Event(), context.Event(), context.Event()
         big = context.Process(target=take_slowly, args=(tmp_path, *signs))
@@ -418,7 +431,7 @@ class TestAllocate:
         claim = capacity.Claim(turn, tmp_path / "job" / "host" / "one.arena")
         full = OSError(errno.ENOSPC, "No space left on device")
         with mock.patch.object(os, "pwrite", side_effect=full), pytest.raises(NotEnoughSpace):
-            claim.store(1 << 20, waiting=False)
+            claim.store(1 << 20)
         claim.drop()
         assert not os.listdir(tmp_path)
         os.close(turn)

@@ -124,6 +124,36 @@ def torn(memory: RankMemory) -> RankMemory:
     return RankMemory(memory.arena, [table.layout for table in job], memory.geometry, Torn())
 
 
+class Interleaved(Torn):
+    """Such kernels, whose three lanes change rows by turns, in an order that is drawn."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._draw = random.Random(seed)
+        self.shared = 0
+
+    def lanes(self, rows: int, row_bytes: int) -> int:
+        return min(3, max(1, rows))
+
+    def update_lanes_(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, dst: Any, offsets: Any, src: Any, weight: int, edges: Any, saved: Any, marks: Any
+    ) -> None:
+        turns = [lane for lane, (a, b) in enumerate(itertools.pairwise(edges)) for _ in range(a, b)]
+        self._draw.shuffle(turns)
+        at = list(edges)
+        self.shared += len(turns)
+        for lane in turns:
+            row = slice(at[lane], at[lane] + 1)
+            self._update_rows(dst, offsets[row], src[row], weight, saved[lane], marks[lane, :1])
+            at[lane] += 1
+
+
+def in_lanes(memory: RankMemory, seed: int) -> RankMemory:
+    """The same memory with kernels that change parity in lanes, and nothing remembered."""
+    layouts = [table.layout for table in memory.space.tables]
+    return RankMemory(memory.arena, layouts, memory.geometry, Interleaved(seed))
+
+
 # --- steps --------------------------------------------------------------------------------------
 
 
@@ -463,6 +493,44 @@ def test_apply_cut_off_anywhere_is_redone(undecided: Undecided, tmp_path: Path) 
             torn(memory).roll_to(2)
             assert parities([memory]) == undecided.new_parity[2:3]
             assert np.array_equal(space(memory), undecided.new[2])
+
+
+@pytest.mark.slow
+def test_lanes_cut_off_anywhere_are_redone_by_any_number_of_threads(
+    undecided: Undecided, tmp_path: Path, seed: int
+) -> None:
+    """The redo is cut off as well, and then goes on with lanes, or without."""
+    end, came_that_far, shared = 0, True, 0
+    while came_that_far:
+        end += 1
+        machines = undecided.machines.copy(tmp_path / str(end))
+        with machines.memories() as memories:
+            for rank in (0, 2):
+                memory = in_lanes(memories[rank], seed + end)
+                memory.prepare(2)
+
+                def go_on(memory: RankMemory = memory) -> None:
+                    memory.apply(2)
+                    memory.commit(2)
+
+                came_that_far = cut_off(end, go_on)
+                assert isinstance(memory.kernels, Interleaved)
+                shared += memory.kernels.shared
+                redo = (torn, lambda one: in_lanes(one, seed))
+                cut_off(end // 3 + 1, lambda: redo[end % 2](memory).roll_to(2))  # noqa: B023
+                redo[end // 2 % 2](memory).roll_to(2)
+                assert parities([memory]) == undecided.new_parity[rank : rank + 1]
+                assert np.array_equal(space(memory), undecided.new[rank])
+    assert shared
+
+
+def test_lanes_give_the_parity_that_one_thread_gives(undecided: Undecided, seed: int) -> None:
+    with undecided.machines.memories() as memories:
+        for rank, memory in enumerate(memories):
+            shared = in_lanes(memory, seed)
+            shared.prepare(2)
+            shared.apply(2)
+            assert parities([memory]) == undecided.new_parity[rank : rank + 1]
 
 
 def test_a_transaction_that_is_decided_stays(undecided: Undecided) -> None:
