@@ -37,6 +37,7 @@ QUESTIONS = {
     "drift": "how far rows rebuilt from parity of floats are off, and what one NaN takes from it",
     "elastic": "how long a move to another number of ranks takes, and what memory for the while",
     "gpu": "tests, kills, kernels, steps and recovery on a CUDA device, in 8 minutes (make gpu)",
+    "host": "what a window's end costs a host's processors, and how fast tables come back (--base)",
     "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
     "memory": "how much memory protection takes",
     "overhead": "what protection costs a training step (--engine torchrec or sparse)",
@@ -84,6 +85,9 @@ OF_PAIRS = ("overhead",)
 """Questions that compare pairs of steps, as many as are asked for."""
 
 LEAST_PAIRS = 2
+
+OF_BASES = ("host",)
+"""Questions that can also be asked of an older commit's clone, in the same run."""
 
 USUAL: Mapping[str, tuple[str, ...]] = {"": ()}
 IN_ALL: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -163,6 +167,12 @@ def main(words: Sequence[str] | None = None) -> None:
         metavar="N",
         help=f"pairs of steps to compare in each case, for {', '.join(OF_PAIRS)}: more, narrower intervals",
     )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="FOLDER",
+        help=f"clone of an older commit, to be measured in the same run, for {', '.join(OF_BASES)}",
+    )
     given = parser.parse_args(words)
     if given.json_dir is not None and given.question not in NO_QUESTIONS:
         parser.error(f"--json-dir is for {' and '.join(NO_QUESTIONS)}; for {given.question}: --json FILE")
@@ -192,6 +202,8 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(f"{given.question} compares no pairs of steps; {', '.join(OF_PAIRS)} does")
     if given.pairs is not None and given.pairs < LEAST_PAIRS:
         parser.error(f"--pairs is at least {LEAST_PAIRS}; it is {given.pairs}")
+    if given.base is not None and given.question not in OF_BASES:
+        parser.error(f"{given.question} is not asked of another commit; {', '.join(OF_BASES)} is")
     data = None
     if given.data is not None:
         formats = OF_DATA.get(given.question, ())
@@ -214,6 +226,7 @@ def main(words: Sequence[str] | None = None) -> None:
         data,
         given.results or RESULTS,
         given.pairs or 0,
+        given.base,
     )
     try:
         failure = _answer(given.question, run, arguments, given.json)

@@ -24,6 +24,7 @@ PLANNED: Mapping[str, float] = {
     "cpr": 3,
     "drift": 11,
     "elastic": 2,
+    "host": 4,
     "kernels": 2,
     "memory": 1,
     "overhead": 36,

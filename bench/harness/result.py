@@ -86,6 +86,7 @@ class Arguments:
         data: A format of clicks and a file of it, if the question can be asked of one.
         results: Folder of the answers to other questions, which some start from.
         pairs: Pairs of steps to compare in each case, if the question compares pairs; 0 for its own number.
+        base: Folder with the clone of an older commit, if the question can be asked of one.
     """
 
     quick: bool = False
@@ -97,6 +98,7 @@ class Arguments:
     data: tuple[str, Path] | None = None
     results: Path = RESULTS
     pairs: int = 0
+    base: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ def command(question: str, arguments: Arguments) -> str:
     words += [f"--system {arguments.system}"] if arguments.system else []
     if arguments.data is not None:
         words.append(f"--data {arguments.data[0]} {arguments.data[1].name}")
+    words += [f"--base {arguments.base.name}"] if arguments.base is not None else []
     words += [f"--seed {arguments.seed}"] if arguments.seed else []
     return " ".join([*words, *(["--quick"] if arguments.quick else [])])
 

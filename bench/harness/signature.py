@@ -59,6 +59,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "failures": ("tests/failures", *_WARM),
     "follower_kills": ("tests/support/follower", *_FOLLOWER),
     "gpu": ("bench/questions/gpu", *_STEP),
+    "host": ("bench/questions/host", *_STEP),
     "kernels": ("bench/questions/kernels", *_BYTES),
     "kills": ("tests/support/check_n_run", "baselines/check_n_run"),
     "memory": ("bench/questions/memory", *_STEP),

@@ -182,6 +182,20 @@ EXCERPTS: Mapping[str, tuple[Excerpt, ...]] = {
             columns_of="row_bytes",
         ),
     ),
+    "host": (
+        Excerpt(
+            "Processor time of a window's end, for each GB of changed rows",
+            ("core_s_per_gb",),
+            columns_of="phase",
+        ),
+        Excerpt("A plain copy of as many bytes", ("copy_core_s_per_gb",)),
+        Excerpt("Changed rows a second", ("gb_per_s",), columns_of="threads"),
+        Excerpt("Two threads, over one", ("two_threads_over_one",), columns_of="code"),
+        Excerpt("Tables put back from a newly attached arena", ("put_gb_per_s",), columns_of="what"),
+        Excerpt("The same, over a plain copy", ("put_over_copy",), columns_of="threads"),
+        Excerpt("Memory allocated by the ranks of a host", ("allocate_gb_per_s",), columns_of="ranks"),
+        Excerpt("Two ranks together, over one", ("two_ranks_over_one",)),
+    ),
     "memory": (
         Excerpt("An arena, over its tables", ("arena_over_tables",)),
         Excerpt("Parts of an arena, over its tables", ("arena_part_over_tables",)),

@@ -159,6 +159,24 @@ def of_profile(documents: Documents) -> str:
     )
 
 
+def of_host(documents: Documents) -> str:
+    rows = of(documents, "host")
+    cores, threads = (
+        value(rows, metric, commit="this", code="(4, 3)", **labels)
+        for metric, labels in (
+            ("core_s_per_gb", {"phase": "all", "threads": 1}),
+            ("two_threads_over_one", {}),
+        )
+    )
+    over = value(rows, "put_over_copy", commit="this", threads=2)
+    ranks = value(rows, "two_ranks_over_one", commit="this")
+    return (
+        f"{cores:.2g} core-seconds for each GB of changed rows with (4, 3); two threads are {threads:.2g} "
+        f"times as fast as one; tables are put back at {over:.2g} times the speed of a copy; two ranks "
+        f"together allocate {ranks:.2g} times as fast as one"
+    )
+
+
 def of_scaling(documents: Documents) -> str:
     rows = [row for row in of(documents, "scaling") if row["metric"] == "sent_bytes_per_step"]
     found = {row["ranks"]: row["value"] for row in rows if row["kind"] == "deltas"}
@@ -250,6 +268,7 @@ ANSWERS: dict[str, Callable[[Documents], str]] = {
     "agreement": of_agreement,
     "start": of_start,
     "profile": of_profile,
+    "host": of_host,
     "kernels": of_kernels,
     "cpr": of_cpr,
     "check_n_run": of_check_n_run,
