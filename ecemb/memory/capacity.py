@@ -202,9 +202,9 @@ def _slices(pieces: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[tuple
 class Claim:
     """The bytes that an allocation was promised and has not allocated yet.
 
-    Stored in a file in the folder of `turn`, which only allocations of more than a slice make, and those that
-    have to wait. The file counts as long as it is locked: the kernel releases the lock of a process that
-    ended, at whatever moment it was killed, and the next allocation that looks for claims removes the file.
+    Stored in a file in the folder of `turn`, which only allocations of more than a slice make. It counts as
+    long as it is locked: the kernel releases the lock of a process that ended, at whatever moment it was
+    killed, and the next allocation that looks for claims removes the file.
 
     Args:
         turn: the folder's descriptor.
