@@ -505,9 +505,8 @@ class Promise:
         self._claim = capacity.Claim(self._turn, path)
         self._end = weakref.finalize(self, _give_back, self._claim, self._turn)
         try:
-            self._claim.take_turn(size_bytes)
+            self._claim.take_turn(size_bytes, self._turn)
             try:
-                self._check()
                 self._claim.store(size_bytes)
             finally:
                 fcntl.flock(self._turn, fcntl.LOCK_UN)
@@ -524,7 +523,7 @@ class Promise:
             NotEnoughSpace: other processes have allocated memory that was promised here.
         """
         if self._checked_bytes - self._left_bytes >= capacity.SLICE_BYTES:
-            self._check()
+            self._claim.fits(self._left_bytes, self._turn)
             self._checked_bytes = self._left_bytes
         self._left_bytes -= size_bytes
         self._claim.store(self._left_bytes)
@@ -532,11 +531,6 @@ class Promise:
     def end(self) -> None:
         """Releases the bytes that are promised and not allocated. May be called twice."""
         self._end()
-
-    def _check(self) -> None:
-        capacity.check(
-            self._left_bytes, self._turn, self._path, capacity.promised_elsewhere(self._turn, self._claim)
-        )
 
 
 def _give_back(claim: capacity.Claim, turn: int) -> None:

@@ -17,7 +17,7 @@ import secrets
 import struct
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -99,7 +99,7 @@ def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) 
     left_bytes = whole_bytes = sum(length for _, length in pieces)
     claim, slices = Claim(turn, path), list(_slices(pieces))
     try:
-        claim.take_turn(whole_bytes, lambda: _check_promise(whole_bytes, fd, path, turn, claim))
+        claim.take_turn(whole_bytes, fd)
         try:
             if len(slices) > 1:
                 claim.store(left_bytes, is_taking=True)
@@ -115,27 +115,6 @@ def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) 
             claim.store(left_bytes, is_taking=True)  # after it: these bytes are free, or taken, or promised
     finally:
         claim.drop()
-
-
-def _check_promise(needed_bytes: int, fd: int, path: Path, turn: int, claim: Claim) -> bool:
-    """Whether memory for all bytes can be promised now; False if other processes' slices have to end before.
-
-    Such a slice may count twice, as taken and as promised.
-
-    Raises:
-        NotEnoughSpace: the bytes don't fit, whatever of these slices is taken already.
-    """
-    others = claim.others()
-    promised_bytes = sum(left for left, _ in others)
-    twice_bytes = sum(min(left, SLICE_BYTES) for left, is_taking in others if is_taking)
-    check(needed_bytes, fd, path, promised_bytes - twice_bytes)
-    if not twice_bytes:
-        return True
-    try:
-        check(needed_bytes, fd, path, promised_bytes)
-    except NotEnoughSpace:
-        return False
-    return True
 
 
 def _back_slice(fd: int, slice_: Sequence[tuple[int, int]], path: Path, whole_bytes: int) -> None:
@@ -217,28 +196,29 @@ class Claim:
         self._fd: int | None = None
         _claims.add(self)
 
-    def take_turn(self, needed_bytes: int, can_begin: Callable[[], bool] = lambda: True) -> None:
-        """Waits for the turn, the lock of the folder; `fcntl.flock(turn, LOCK_UN)` ends the turn.
+    def take_turn(self, needed_bytes: int, fd: int) -> None:
+        """Waits until bytes can be promised, and for the turn, the lock of the folder.
+
+        `fcntl.flock(turn, LOCK_UN)` ends the turn.
 
         Args:
             needed_bytes: bytes that this allocation needs.
-            can_begin: called with the lock held; if it returns False or raises, the turn is given back, and
-                after False it is awaited again.
+            fd: a descriptor in the file system.
 
         Raises:
+            NotEnoughSpace: the bytes don't fit.
             ArenaBusy: the wait was too long.
-            Exception: of `can_begin`.
         """
         began = time.monotonic()
         while True:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                has_begun = False
+                fits = False
                 try:
-                    if has_begun := can_begin():
+                    if fits := self.fits(needed_bytes, fd):
                         return
                 finally:
-                    if not has_begun:
+                    if not fits:
                         fcntl.flock(self._turn, fcntl.LOCK_UN)
             others_bytes = promised_elsewhere(self._turn, self)
             if time.monotonic() - began > _WAIT_S + (needed_bytes + others_bytes) / _SLOWEST_BYTES_S:
@@ -284,6 +264,30 @@ class Claim:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def fits(self, needed_bytes: int, fd: int) -> bool:
+        """Whether bytes can be promised beside those of all other processes; False: not known now, ask again.
+
+        A slice that another process is taking may count twice, as taken and as promised.
+
+        Args:
+            needed_bytes: to be promised to this allocation.
+            fd: a descriptor in the file system.
+
+        Raises:
+            NotEnoughSpace: they don't fit, whatever of these slices is taken already.
+        """
+        others = self.others()
+        promised_bytes = sum(left for left, _ in others)
+        twice_bytes = sum(min(left, SLICE_BYTES) for left, is_taking in others if is_taking)
+        for counted_bytes in sorted({promised_bytes - twice_bytes, promised_bytes}):
+            try:
+                check(needed_bytes, fd, self._path, counted_bytes)
+            except NotEnoughSpace:
+                if twice_bytes and (counted_bytes == promised_bytes or self.others() != others):
+                    return False
+                raise
+        return True
 
     def others(self) -> list[tuple[int, bool]]:
         """For each other allocation in progress: the bytes promised to it, and whether it takes a slice."""

@@ -381,6 +381,37 @@ class TestAllocate:
         os.close(second)
         assert os.listdir(tmp_path) == ["file"]
 
+    def test_slices_that_end_while_memory_is_counted_are_no_lack_of_it(
+        self, tmp_path: Path, fd: int, turn: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After the other claim is read, two of its slices end and half of a third is taken: 40 are left."""
+        monkeypatch.setattr(capacity, "SLICE_BYTES", 10)
+        path, second = tmp_path / "job" / "host" / "file", os.open(tmp_path, os.O_RDONLY)
+        first, free, waits = Claim(turn, path), [100], list[int]()
+        first.store(60, is_taking=True)
+
+        def limits(*_: object) -> list[capacity.Limit]:
+            if free[0] == 100:
+                free[0] = 75
+                first.store(40, is_taking=True)
+            return [capacity.Limit("the sky", free[0], "Wait.")]
+
+        def sleep(_: float) -> None:
+            waits.append(1)
+            if len(waits) > 1:
+                free[0] = 70
+                first.store(30, is_taking=False)
+
+        monkeypatch.setattr(capacity, "limits", limits)
+        monkeypatch.setattr(capacity, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+        monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: None)
+        capacity.allocate(fd, [(1000, 40)], path, second)
+        assert len(waits) == 2, "once as the claim changed, once as the third slice may count twice"
+        with pytest.raises(NotEnoughSpace):
+            capacity.allocate(fd, [(1000, 41)], path, second)
+        first.drop()
+        os.close(second)
+
     def test_a_process_that_is_killed_leaves_no_claim(self, tmp_path: Path, fd: int, turn: int) -> None:
         """Before any line of its allocation: the next one that looks for claims removes what is left."""
         end, found = 1, set[int]()
