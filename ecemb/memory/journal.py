@@ -21,6 +21,7 @@ them, and the order of stores is that of docs/protocol.md, 1.1. Must not know: t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -659,9 +660,8 @@ class ParityJournal:
     def begin(self, transaction: int) -> None:
         """Stores that no row has changed, then the transaction under which parity changes from here on."""
         self._arena.set(Word.PARITY_ROW, NONE)
-        head = self._head()
-        head[0, _WHOLE] = 0
-        head[1:, _MARK] = NONE
+        self._store(0, _WHOLE, 0)
+        self._void_lanes()
         self._arena.set(Word.PARITY_LABEL, transaction)
 
     def finished(self, received: Received) -> int:
@@ -687,7 +687,7 @@ class ParityJournal:
         return self.row + 1 <= int(self._head()[0, _WHOLE])
 
     def open(self, edges: Sequence[int], saved: Words) -> tuple[Words, Ids]:
-        """Begins lanes, after all rows before them have changed.
+        """Begins lanes, after all rows before them have changed. The caller then starts the threads.
 
         Args:
             edges: lanes + 1 numbers of rows: lane i has the rows edges[i]..edges[i+1]-1.
@@ -697,33 +697,36 @@ class ParityJournal:
             The places of the lanes, uint64 [lanes, 2, w], and the memory of their numbers, int64
             [lanes, v], which are in the first column.
         """
-        lanes, head = len(edges) - 1, self._head()
-        head[1:, _MARK] = NONE
-        head[0, _LANES] = lanes
-        head[1 : 1 + lanes, _FIRST], head[1 : 1 + lanes, _STOP] = edges[:-1], edges[1:]
-        head[1 : 1 + lanes, _MARK] = head[1 : 1 + lanes, _FIRST] - 1
-        return saved[:lanes], head[1 : 1 + lanes]
+        lanes = len(edges) - 1
+        self._void_lanes()
+        self._store(0, _LANES, lanes)
+        for line, (first, stop) in enumerate(itertools.pairwise(edges), 1):
+            self._store(line, _FIRST, first)
+            self._store(line, _STOP, stop)
+            self._store(line, _MARK, first - 1)
+        return saved[:lanes], self._head()[1 : 1 + lanes]
 
     def close(self, stop: int) -> None:
-        """Stores that all rows before number `stop` have changed: the lanes are void."""
-        self._head()[0, _WHOLE] = stop
+        """Stores that all rows before number `stop` have changed, after all threads: the lanes are void."""
+        self._store(0, _WHOLE, stop)
         self._arena.set(Word.PARITY_ROW, stop - 1)
 
     def interrupted(self, received: Received, saved: Words) -> list[Lane]:
         """The open lanes, if one of them names a row.
 
         Raises:
-            InconsistentArenas: they are not the rows that follow those which `finished` returns.
+            InconsistentArenas: as for `finished`; or they are not the rows of a Delta that follow those which
+                `finished` returns.
         """
-        done, head = self.row + 1, self._head()
+        done, head = self.finished(received), self._head()
         lines = head[1 : 1 + min(MOST_LANES, max(0, int(head[0, _LANES])))].tolist()
         if not any(line[_MARK] >= line[_FIRST] >= done for line in lines):
             return []
         edges = [done, *(line[_STOP] for line in lines)]
-        rows = sum(len(delta.offsets) for _, delta in received)
+        ends = list(itertools.accumulate(len(delta.offsets) for _, delta in received))
         if (
             len(lines) > len(saved)
-            or edges[-1] > rows
+            or edges[-1] > next((end for end in ends if end > done), 0)
             or any(
                 not (line[_FIRST] == first <= line[_MARK] + 1 <= line[_STOP])
                 for first, line in zip(edges, lines, strict=False)
@@ -732,12 +735,21 @@ class ParityJournal:
             claims = [(line[_FIRST], line[_STOP], line[_MARK]) for line in lines]
             raise InconsistentArenas(
                 f"the parity journal has lanes with the rows and numbers {claims} after row {self.row}, and "
-                f"the inbox has {rows} rows: the arena's memory is damaged. {self._arena.way_out}"
+                f"the deltas of the inbox end with the rows {ends}: the arena's memory is damaged. "
+                f"{self._arena.way_out}"
             )
         return [
             Lane(line[_FIRST], line[_STOP], head[1 + i, _MARK : _MARK + 1], saved[i])
             for i, line in enumerate(lines)
         ]
+
+    def _void_lanes(self) -> None:
+        for line in range(1, 1 + MOST_LANES):
+            self._store(line, _MARK, NONE)
+
+    def _store(self, line: int, word: int, value: int) -> None:
+        """Stores a word of the head: one aligned 8-byte store, as that of a word of the header."""
+        self._head()[line, word] = value
 
     def _head(self) -> Ids:
         """The head, int64 [1 + lanes, words of a line]."""

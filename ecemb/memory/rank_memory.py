@@ -409,9 +409,7 @@ class RankMemory:
         saved = journal.places(received)
         if journal.label != transaction:
             journal.begin(transaction)
-        else:
-            journal.finished(received)  # checks what `_end_lanes` relies on
-            self._end_lanes(received, saved)
+        self._end_lanes(self.parity, received, saved)
         done, number = journal.finished(received), 0
         for sender, delta in received:
             start = done - number
@@ -444,20 +442,20 @@ class RankMemory:
         parity.advance_lanes_(sender, part, edges, places, marks)
         self.parity_journal.close(number + count)
 
-    def _end_lanes(self, received: Received, saved: Words) -> None:
+    def _end_lanes(self, parity: ParityBlocks, received: Received, saved: Words) -> None:
         """Changes the other rows of the lanes that an interruption has left open."""
-        if self.parity is None or not (lanes := self.parity_journal.interrupted(received, saved)):
+        if not (lanes := self.parity_journal.interrupted(received, saved)):
             return
         number = 0
         for sender, delta in received:
-            for lane in lanes:
-                if number <= lane.first < lane.stop <= number + len(delta.offsets):
-                    at = int(lane.mark[0])
-                    if at >= lane.first:
-                        rows = delta.rows(at - number, at - number + 1)
-                        self.parity.finish_(sender, rows, lane.saved[at % 2])
-                    rest = delta.rows(at + 1 - number, lane.stop - number)
-                    self.parity.advance_(sender, rest, lane.saved, lane.mark)
+            is_theirs = number <= lanes[0].first < number + len(delta.offsets)
+            for lane in lanes if is_theirs else ():
+                at = int(lane.mark[0])
+                if at >= lane.first:
+                    row = delta.rows(at - number, at - number + 1)
+                    parity.finish_(sender, row, lane.saved[at % 2])
+                rest = delta.rows(at + 1 - number, lane.stop - number)
+                parity.advance_(sender, rest, lane.saved, lane.mark)
             number += len(delta.offsets)
         self.parity_journal.close(lanes[-1].stop)
 

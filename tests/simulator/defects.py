@@ -205,6 +205,39 @@ def parity_label_before_row() -> list[Patch]:
 
 
 @defect
+def open_lanes_are_forgotten() -> list[Patch]:
+    """Redoing goes on with the row after the one that the journal names, whatever lanes have begun."""
+    return [(ParityJournal, "interrupted", lambda self, received, saved: [])]
+
+
+@defect
+def lanes_share_their_places() -> list[Patch]:
+    """Redoing copies the old words of each lane's row from the places of the first lane."""
+    interrupted = ParityJournal.interrupted
+
+    def shares(self: ParityJournal, received: Any, saved: Any) -> Any:
+        return [dataclasses.replace(lane, saved=saved[0]) for lane in interrupted(self, received, saved)]
+
+    return [(ParityJournal, "interrupted", shares)]
+
+
+@defect
+def lanes_are_not_void() -> list[Patch]:
+    """A transaction begins, and lanes do, while lines of earlier lanes name rows."""
+    return [(ParityJournal, "_void_lanes", lambda self: None)]
+
+
+@defect
+def lanes_end_without_a_line() -> list[Patch]:
+    """The journal names the last row of the lanes that have ended, and not that it is complete."""
+
+    def close(self: ParityJournal, stop: int) -> None:
+        self._arena.set(Word.PARITY_ROW, stop - 1)
+
+    return [(ParityJournal, "close", close)]
+
+
+@defect
 def undo_beside_the_commit() -> list[Patch]:
     """An exception undoes its step while the other thread is at work on the step before."""
     undo = Transactions.undo

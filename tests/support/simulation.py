@@ -38,7 +38,7 @@ from ecemb.kernels.reference import Reference, product
 from ecemb.memory.arena import Arena
 from ecemb.memory.classify import Judgement, classify
 from ecemb.memory.header import NONE, Constants, Header, State, new_arena_id
-from ecemb.memory.journal import ROW_JOURNALS
+from ecemb.memory.journal import ROW_JOURNALS, ParityJournal
 from ecemb.memory.rank_memory import Geometry, RankMemory
 from ecemb.memory.scan import Directory
 from ecemb.net.collectives import Transport
@@ -105,13 +105,17 @@ def moment() -> None:
 @contextmanager
 def watched(moments: Moments) -> Iterator[None]:
     global _moments
-    store = Arena.set
+    store, store_head = Arena.set, ParityJournal._store
 
     def set_word(self: Arena, name: str, value: int) -> None:
         moment()
         store(self, name, value)
 
-    with mock.patch.object(Arena, "set", set_word):
+    def set_head(self: ParityJournal, *word: int) -> None:
+        moment()
+        store_head(self, *word)
+
+    with mock.patch.object(Arena, "set", set_word), mock.patch.object(ParityJournal, "_store", set_head):
         _moments = moments
         try:
             yield
@@ -120,7 +124,10 @@ def watched(moments: Moments) -> Iterator[None]:
 
 
 class Torn(Reference):
-    """The reference kernels, in two halves with a moment before each."""
+    """The reference kernels, in two halves with a moment before each; some runs of rows in two lanes."""
+
+    def lanes(self, rows: int, row_bytes: int) -> int:
+        return 1 + rows // 2 % 2
 
     def _scatter(self, table: Any, ids: Any, records: Any, column: int) -> None:
         for part in halves(ids):

@@ -117,3 +117,15 @@ def test_lanes_that_are_no_run_of_rows_are_damage(
     journal._head()[lane, word] = value
     with pytest.raises(InconsistentArenas, match=r"lanes with the rows and numbers .* after row 3"):
         journal.interrupted(RECEIVED, journal.places(RECEIVED))
+
+
+def test_lanes_of_two_deltas_are_damage(memory: RankMemory) -> None:
+    journal = memory.parity_journal
+    journal.reserve(RECEIVED, 2)
+    journal.begin(6)
+    _, marks = journal.open([0, 4, 10], journal.places(RECEIVED))
+    marks[0, 0] = 0
+    with pytest.raises(
+        InconsistentArenas, match=r"after row -1, and the deltas of the inbox end with .*4, 10"
+    ):
+        journal.interrupted(RECEIVED, journal.places(RECEIVED))
