@@ -116,6 +116,17 @@ class Rules:
     inbox_keeps_all: bool = True
     live_when_whole: bool = True
     rebuilding_counts_as_lost: bool = True
+    # parity rows in lanes
+    lines_before_lanes: bool = True
+    lanes_void_first: bool = True
+    lanes_void_before_label: bool = True
+    whole_void_before_label: bool = True
+    lane_places: bool = True
+    lane_rows_apart: bool = True
+    lanes_done_before_whole: bool = True
+    whole_before_row: bool = True
+    whole_rows_stay: bool = True
+    lanes_end_first: bool = True
 
     def without(self, *names: str) -> Rules:
         """These rules, with some switched off."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from .background_table import BACKGROUND, BACKGROUND_FULL, BACKGROUND_QUICK
+from .lanes_table import LANES, LANES_FULL, LANES_QUICK
 from .moves import Moves
 from .rounds_table import ROUNDS, ROUNDS_FULL, ROUNDS_QUICK
 from .rules import Config
@@ -79,11 +80,11 @@ FULL = (
 """For `make model`."""
 
 
-TABLES = ENTRIES, ROUNDS, BACKGROUND
+TABLES = ENTRIES, ROUNDS, BACKGROUND, LANES
 """Of docs/protocol.md, in its order."""
 ALL_ENTRIES = tuple(entry for entries in TABLES for entry in entries)
-ALL_QUICK = *QUICK, *ROUNDS_QUICK, *BACKGROUND_QUICK
-ALL_FULL = *FULL, *ROUNDS_FULL, *BACKGROUND_FULL
+ALL_QUICK = *QUICK, *ROUNDS_QUICK, *BACKGROUND_QUICK, *LANES_QUICK
+ALL_FULL = *FULL, *ROUNDS_FULL, *BACKGROUND_FULL, *LANES_FULL
 
 
 def report(config: Searched, result: Result) -> str:

@@ -8,17 +8,19 @@ import time
 from typing import Any
 
 from .background import Background, BackgroundModel
+from .lanes import Lanes, LanesModel
 from .moves import Moves, MovesModel
 from .rules import ALL, Config, Rules
 from .starts import Starts, StartsModel
 from .system import Model
 
-Searched = Config | Starts | Moves | Background
+Searched = Config | Starts | Moves | Background | Lanes
 MODELS: dict[type, Any] = {
     Config: Model,
     Starts: StartsModel,
     Moves: MovesModel,
     Background: BackgroundModel,
+    Lanes: LanesModel,
 }
 """Of each part, by what says what is searched."""
 
