@@ -53,7 +53,7 @@ from ecemb.memory import arena as arena_module
 from ecemb.memory import capacity, header, journal, private_files, rank_memory, scan
 from ecemb.memory.arena import Arena
 from ecemb.memory.classify import classify
-from ecemb.memory.header import WORDS, State, Word
+from ecemb.memory.header import State, Word
 from ecemb.memory.scan import Directory
 from ecemb.net import collectives, mesh, rendezvous, roster
 from ecemb.net.assignment import Worker, assign
@@ -254,6 +254,8 @@ class Rank:
             self.error = error
             self.outcome = f"{type(error).__name__}: {error}"
             self.life.note(f"{self} ends: {self.outcome[:150]}")
+            for _ in range(self.life.run.rng.choice((0, 0, 20, 200))):  # its other threads go on meanwhile
+                self.life.run.baton.moment()
         finally:
             self.ended(fails=not is_closed)
 
@@ -432,6 +434,7 @@ class Run:
     Attributes:
         refusal: why the next start has to refuse on all ranks; empty if it has to go on.
         refuses: errors of such a refusal.
+        lost: ranks without memory that counts, of a job that has begun.
     """
 
     def __init__(self, seed: int, says: Callable[[str], object] = lambda line: None) -> None:
@@ -447,6 +450,7 @@ class Run:
         self.floor = -1
         self.begun = self.is_closing = False
         self.refusal, self.refuses = "", tuple[type[Exception], ...]()
+        self.lost = set[int]()
         self.lives = 0
         self.root = Path()
 
@@ -485,6 +489,8 @@ class Run:
             if number > disturbed:
                 raise Difference("the job has not ended after a life without faults")
             self._lose()
+            there = self._survivors()
+            self.lost = set(range(self.job.size)) - there if there else set()
 
     def _look(self, life: Life) -> bool:
         """Judges how a life has ended; returns whether the run has."""
@@ -513,6 +519,8 @@ class Run:
         self.floor = max([self.floor, *(one.committed for one in judged.survivors)])
         if judged.finished:
             self._check_finished([*judged.finished, *judged.survivors])
+        elif judged.survivors and not any(one.outcome == "closed" for one in life.ranks):
+            self._check_survivors(judged.survivors)
         if any(one.outcome == "closed" for one in life.ranks) or judged.finished:
             return self._is_over(life, headers)
         return False
@@ -522,6 +530,15 @@ class Run:
             if one.committed != self.job.steps:
                 of = f"rank {one.constants.rank} has committed {one.committed} of {self.job.steps} steps"
                 raise Difference(f"the job is finished, and {of}")
+
+    def _check_survivors(self, headers: Sequence[Any]) -> None:
+        """No life gives up memory that was there when it began; a mark in the store comes after LIVE."""
+        there = {one.constants.rank for one in headers}
+        if gone := set(range(self.job.size)) - there - self.lost:
+            raise Difference(f"the memory of ranks {sorted(gone)} does not count any more, and was not lost")
+        for one in headers:
+            if one.state is State.INIT and self._opened() >= one.constants.fill:
+                raise Difference(f"the job has started, and rank {one.constants.rank} is not LIVE")
 
     def _is_over(self, life: Life, headers: Sequence[Any]) -> bool:
         """Whether the run ends here, with a closed job; otherwise the job is launched once more."""
@@ -534,6 +551,9 @@ class Run:
 
     def _opened(self) -> int:
         return int(self.store.values.get("started", str(header.NONE).encode()))
+
+    def _survivors(self) -> set[int]:
+        return {one.constants.rank for one in classify(self._headers(), self._opened()).survivors}
 
     def _headers(self) -> list[Any]:
         found = [
@@ -555,7 +575,7 @@ class Run:
             if rng.random() < 0.3:
                 self.note(f"an arena of {path.parent.name} comes back")
                 path.rename(path.with_suffix(header.SUFFIX))
-        survivors = {one.constants.rank for one in classify(self._headers(), self._opened()).survivors}
+        survivors = self._survivors()
         hurt = {host for rank, host in enumerate(job.hosts) if rank not in survivors}
         whole = sorted(set(job.hosts) - hurt)
         spare = job.code[0] - job.code[1] - len(hurt)
@@ -632,26 +652,24 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
     }
 
 
-_FOR_PEOPLE = WORDS.index(Word.COMMITTED_NS)
-PLACES = [
-    *(
-        f"store {word}"
-        for word in WORDS[:_FOR_PEOPLE]
-        if word not in (Word.PID, Word.PID_START, Word.UNDECLARED)
-    ),
-    *(
-        f"barrier {name}"
-        for name in (
-            "joining the generation",
-            "the initial state",
-            "the end of recovery",
-            "the start of training",
-            "closing the job",
-            "the end of the job",
-            "the removal of the arenas",
-        )
-    ),
-]
+def _places(words: Sequence[Word], barriers: Sequence[str]) -> list[str]:
+    return [*(f"store {word}" for word in words), *(f"barrier {name}" for name in barriers)]
+
+
+_OF_START = (Word.STATE, Word.JOINED, Word.GENERATION_ID, Word.OPENED, Word.PREPARED, Word.COMMITTED)
+STARTING = _places(
+    _OF_START,
+    ("joining the generation", "the initial state", "the end of recovery", "the start of training"),
+)
+STEPPING = _places(
+    [
+        *(Word.ROWS_LABEL, Word.ROWS_BYTES, Word.NEXT_LABEL, Word.NEXT_BYTES, Word.INBOX_LABEL),
+        *(Word.INBOX_BYTES, Word.PARITY_LABEL, Word.PARITY_ROW, Word.PREPARED, Word.COMMITTED),
+        *(Word.SLOT0_LABEL, Word.SLOT0_BYTES, Word.SLOT1_LABEL, Word.SLOT1_BYTES),
+    ],
+    (),
+)
+CLOSING = _places((Word.STATE,), ("closing the job", "the end of the job", "the removal of the arenas"))
 """Marks beside those of the script."""
 
 
@@ -663,8 +681,12 @@ def draw_faults(rng: random.Random, job: Job, begun: bool) -> list[Fault]:
     for _ in range(rng.choice((1, 1, 1, 2))):
         kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
         if rng.random() < 0.4:
-            mark, nth = rng.choice(PLACES), rng.choice((0, 0, 1, rng.randrange(2 * job.steps)))
-            after = rng.choice((0, 1, 1, 2, rng.randrange(30)))
+            kind = kind if rng.random() < 0.3 else "kill"
+            places = rng.choice((STARTING, STEPPING, STEPPING, CLOSING)) if begun else STARTING
+            mark, nth = rng.choice(places), rng.randrange(3)
+            if places is STEPPING:
+                nth = rng.randrange(2 * job.steps)
+            after = rng.choice((0, 0, 1, 2, rng.randrange(30)))
             faults.append(Fault(rng.randrange(job.size), mark, after, kind, nth))
             continue
         mark = rng.choices(marks, weights)[0]
@@ -716,7 +738,8 @@ def simulated(run: Run) -> Generator[None]:
 
     def set_word(self: Arena, word: Word, value: int) -> None:
         if (own := process()) is not None:
-            own.mark(f"store {word}")
+            if word is Word.STATE or self.get(Word.STATE):  # not for each word of a file that is being made
+                own.mark(f"store {word}")
             baton.moment()
         store(self, word, value)
 
