@@ -598,12 +598,13 @@ class Run:
 
     def _lose_too_much(self) -> bool:
         """Maybe all memory is lost that counts; returns whether it is. What comes back is stale."""
-        rng, opened = self.rng, self._opened()
-        if opened == header.NONE or rng.random() > 0.05:
+        rng = self.rng
+        if self._opened() == header.NONE or rng.random() > 0.05:
             return False
         for path in sorted(self.root.rglob("*.away")):
             path.rename(path.with_suffix(header.SUFFIX))
         left: list[State] = []
+        opened = max((one.opened for one in self._headers()), default=header.NONE)
         for host in sorted(set(self.hosts)):
             for found in Directory(self.root, JOB, host).scan(timeout_s=0):
                 one = found.header
