@@ -86,10 +86,13 @@ def no_agreement() -> list[Patch]:
 def label_first() -> list[Patch]:
     """The journal's label is stored before its count is 0."""
 
-    def arm(self: RowJournal, transaction: int, *_: int) -> None:
-        self._arena.set("rows_label", transaction)
-        self._arena.set("rows_bytes", 0)
-        self._drop()
+    def arm(self: RowJournal, transaction: int, steps: int = 1, likely_bytes: int = 0) -> None:
+        with self._lock:
+            self._arena.set(self._label, transaction)
+            self._arena.set(self._bytes, 0)
+            self._drop()
+        self._steps_left, self._ends = steps, []
+        self._prefault.ask(self._region, max(likely_bytes, self._arena.reserved(self._region)))
 
     return [(RowJournal, "arm", arm)]
 
