@@ -7,8 +7,8 @@ arena is made private at that moment.
 What is checked: at each start, and at the end, tables, optimizers' state, dense state and rank state of every
 rank are those of the plain twin at that step. No start loses a transaction that a rank has committed. Where
 more memory is lost than the code survives, no rank trains: all refuse. No arena is FINISHED before all ranks
-have committed the last step, and a closed job never trains again. No rank ends by an error that no failure
-explains.
+have committed the last step, the end is recorded when all arenas are FINISHED, and a closed job never trains
+again. No rank ends by an error that no failure explains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ import numpy as np
 import torch
 
 from ecemb import guard as guard_module
+from ecemb.checkpoint.saver import Saver
 from ecemb.errors import (
+    ArenaBusy,
     EcembError,
     JobFinished,
     NotEnoughSpace,
@@ -197,7 +199,7 @@ class Rank:
             life.is_disturbed = self.is_full = True
         elif kind == "stop":
             life.note(f"{self} is stopped")
-            life.is_disturbed = self.is_stopped = True
+            life.is_disturbed = life.has_stopped = self.is_stopped = True
         elif kind in ("cut", "silence"):
             others = [one.rank for one in life.ranks if one is not self]
             if kind == "cut":
@@ -366,6 +368,7 @@ class Life:
         self.net = Net(run.baton, run.rng, run.delay_s, run.room)
         self.ranks = [Rank(self, index) for index in range(self.job.size)]
         self.is_hit = self.is_disturbed = False  # by a fault; by what follows from it as well
+        self.has_stopped = False  # a process, which may hold the lock of its host's memory
         self.scrubs = run.rng.random() < 0.5
         self.next_steps: dict[int, int] = {}
 
@@ -507,7 +510,8 @@ class Run:
             is_users = isinstance(error, ValueError) and rank.fails
             if not life.is_hit:
                 raise Difference(f"{rank} ends without a failure: {type(error).__name__}: {error}") from error
-            if not isinstance(error, ALLOWED) and not is_users:
+            is_kept_out = isinstance(error, ArenaBusy) and life.has_stopped
+            if not isinstance(error, ALLOWED) and not is_users and not is_kept_out:
                 raise Difference(f"{rank} ends by {type(error).__name__}: {error}") from error
         if self.refusal:
             if not any(isinstance(one.error, self.refuses) for one in life.ranks):
@@ -530,6 +534,12 @@ class Run:
             if one.committed != self.job.steps:
                 of = f"rank {one.constants.rank} has committed {one.committed} of {self.job.steps} steps"
                 raise Difference(f"the job is finished, and {of}")
+
+    def check_all_are_finished(self) -> None:
+        """The durable tier records the end of the job when all arenas are FINISHED, and before any goes."""
+        finished = {one.constants.rank for one in self._headers() if one.state is State.FINISHED}
+        if missing := set(range(self.job.size)) - finished:
+            raise Difference(f"the end of the job is recorded, and ranks {sorted(missing)} are not FINISHED")
 
     def _check_survivors(self, headers: Sequence[Any]) -> None:
         """No life gives up memory that was there when it began; a mark in the store comes after LIVE."""
@@ -571,10 +581,12 @@ class Run:
         rng, job = self.rng, self.job
         if self.refusal or self._lose_too_much():
             return
+        is_back = False
         for path in sorted(self.root.rglob("*.away")):
             if rng.random() < 0.3:
                 self.note(f"an arena of {path.parent.name} comes back")
                 path.rename(path.with_suffix(header.SUFFIX))
+                is_back = True
         survivors = self._survivors()
         hurt = {host for rank, host in enumerate(job.hosts) if rank not in survivors}
         whole = sorted(set(job.hosts) - hurt)
@@ -588,7 +600,7 @@ class Run:
                         found.path.rename(found.path.with_suffix(".away"))
                     else:
                         found.path.unlink()
-        if rng.random() < 0.1:
+        if rng.random() < (0.5 if is_back else 0.1):  # then arenas alone say that one of them is stale
             self.note("the job is launched again, with a new store")
             self.store = Store(self.baton)
         if rng.random() < 0.3:
@@ -599,9 +611,10 @@ class Run:
     def _lose_too_much(self) -> bool:
         """Maybe all memory is lost that counts; returns whether it is. What comes back is stale."""
         rng = self.rng
-        if self._opened() == header.NONE or rng.random() > 0.05:
+        away = sorted(self.root.rglob("*.away"))
+        if self._opened() == header.NONE or rng.random() > (0.2 if away else 0.05):
             return False
-        for path in sorted(self.root.rglob("*.away")):
+        for path in away:
             path.rename(path.with_suffix(header.SUFFIX))
         left: list[State] = []
         opened = max((one.opened for one in self._headers()), default=header.NONE)
@@ -683,7 +696,7 @@ def draw_faults(rng: random.Random, job: Job, begun: bool) -> list[Fault]:
         kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
         if rng.random() < 0.4:
             kind = kind if rng.random() < 0.3 else "kill"
-            places = rng.choice((STARTING, STEPPING, STEPPING, CLOSING)) if begun else STARTING
+            places = rng.choice((STARTING, STARTING, STEPPING, STEPPING, CLOSING)) if begun else STARTING
             mark, nth = rng.choice(places), rng.randrange(3)
             if places is STEPPING:
                 nth = rng.randrange(2 * job.steps)
@@ -735,7 +748,7 @@ def simulated(run: Run) -> Generator[None]:
         if (own := process()) is not None:
             own.opened(self)
 
-    store, barrier = Arena.set, Transport.barrier
+    store, barrier, record = Arena.set, Transport.barrier, Saver.finish
 
     def set_word(self: Arena, word: Word, value: int) -> None:
         if (own := process()) is not None:
@@ -748,6 +761,11 @@ def simulated(run: Run) -> Generator[None]:
         if (own := process()) is not None:
             own.mark(f"barrier {what}")
         barrier(self, what)
+
+    def record_the_end(self: Saver) -> None:
+        if (own := process()) is not None and own.rank == 0:
+            run.check_all_are_finished()
+        record(self)
 
     fallocate = os.posix_fallocate
 
@@ -816,6 +834,7 @@ def simulated(run: Run) -> Generator[None]:
         patch(Arena, "__init__", open_arena)
         patch(Arena, "set", set_word)
         patch(Transport, "barrier", barriers)
+        patch(Saver, "finish", record_the_end)
         patch(os, "posix_fallocate", allocate)
         patch(transaction, "end_process", end_process)
         patch(transaction, "_end_by_signal", end_by_signal)
