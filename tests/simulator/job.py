@@ -412,7 +412,7 @@ class Life:
         self.next_steps[rank.rank] = step
         if len(set(self.next_steps.values())) > 1:
             raise Difference(f"ranks begin at different steps: {self.next_steps}")
-        self.run.begun = True
+        self.run.begun = self.run.is_marked = True
         if step < self.run.floor:
             raise Difference(f"training goes on from step {step}, and step {self.run.floor} was committed")
         if not guard._background.is_lacking:
@@ -438,6 +438,7 @@ class Run:
         refusal: why the next start has to refuse on all ranks; empty if it has to go on.
         refuses: errors of such a refusal.
         lost: ranks without memory that counts, of a job that has begun.
+        is_marked: whether a rank has begun to train since the store is there, so that it says so.
     """
 
     def __init__(self, seed: int, says: Callable[[str], object] = lambda line: None) -> None:
@@ -451,7 +452,7 @@ class Run:
         self.room = rng.choice((1 << 13, 1 << 16, 1 << 20))
         self.twin: list[list[dict[str, bytes]]] = []
         self.floor = -1
-        self.begun = self.is_closing = False
+        self.begun = self.is_marked = False
         self.refusal, self.refuses = "", tuple[type[Exception], ...]()
         self.lost = set[int]()
         self.lives = 0
@@ -555,7 +556,7 @@ class Run:
         if self.rng.random() < (0.9 if all(one.outcome == "closed" for one in life.ranks) else 0.2):
             return True
         if headers and self.rng.random() < 0.5:
-            self.store = Store(self.baton)  # only the arenas say that the job is finished
+            self._replace_store()  # only the arenas say that the job is finished
         self.refusal, self.refuses = "the job is finished", (JobFinished,)
         return False
 
@@ -602,17 +603,23 @@ class Run:
                         found.path.unlink()
         if rng.random() < (0.5 if is_back else 0.1):  # then arenas alone say that one of them is stale
             self.note("the job is launched again, with a new store")
-            self.store = Store(self.baton)
+            self._replace_store()
         if rng.random() < 0.3:
             names = sorted(set(self.hosts))
             places = dict(zip(names, rng.sample(names, len(names)), strict=True))
             self.hosts = [places[host] for host in self.hosts]
 
+    def _replace_store(self) -> None:
+        self.store, self.is_marked = Store(self.baton), False
+
     def _lose_too_much(self) -> bool:
         """Maybe all memory is lost that counts; returns whether it is. What comes back is stale."""
         rng = self.rng
         away = sorted(self.root.rglob("*.away"))
-        if self._opened() == header.NONE or rng.random() > (0.2 if away else 0.05):
+        is_half_there = bool(away) or any(one.state is State.REBUILDING for one in self._headers())
+        if not (self.is_marked or self._opened() != header.NONE):
+            return False
+        if rng.random() > (0.2 if is_half_there else 0.05):
             return False
         for path in away:
             path.rename(path.with_suffix(header.SUFFIX))
@@ -626,7 +633,7 @@ class Run:
                 else:
                     found.path.unlink()
         if set(left) == {State.REBUILDING} and rng.random() < 0.5:
-            self.store = Store(self.baton)
+            self._replace_store()
         self.refusal, self.refuses = "no memory is left that counts", (StateLost, TooManyErasures)
         self.note(f"all memory is lost that counts; {len(left)} arenas are left")
         return True
