@@ -1,7 +1,7 @@
 """The simulator: whole jobs in one process, each from a seed (CONTRIBUTING.md, "The simulator").
 
     python tests/simulator [--seeds 1000] [--first 0] [--seed N] [--minutes M]
-    python tests/simulator defects [--seeds 300] [--only PATTERN]
+    python tests/simulator defects [--seeds 2000] [--only PATTERN]
 
 With `--seed`, one run is shown line by line. Ends with code 1 if a run differs from its twin, and prints the
 command that repeats it.
