@@ -732,6 +732,13 @@ class _RunDelay:
         pass
 
 
+class _Unshared(dict[Any, Any]):
+    """Mappings of files by process: simulated processes share none, as each of them ends by itself."""
+
+    def __setitem__(self, key: Any, mapping: Any) -> None:
+        """Keeps nothing, so that each arena that is attached is mapped."""
+
+
 @contextmanager
 def simulated(run: Run) -> Generator[None]:
     """The product's modules use the run's threads, clock and random numbers."""
@@ -838,6 +845,7 @@ def simulated(run: Run) -> Generator[None]:
         # What a start only reads for its messages takes a third of a life's time.
         patch(opening, "Forgotten", lambda start: SimpleNamespace(name=lambda **_: None))
         patch(capacity, "limits", lambda *_: [])
+        patch(arena_module, "_mapped", _Unshared())
         patch(Arena, "__init__", open_arena)
         patch(Arena, "set", set_word)
         patch(Transport, "barrier", barriers)
