@@ -550,6 +550,13 @@ TESTS: dict[str, str] = {
     ),
     "parity_label_before_row": f"{_RANK_MEMORY}::test_apply_cut_off_anywhere_is_redone",
     "prepared_is_lowered_late": f"{_RANK_MEMORY}::test_undo_that_has_begun_can_never_roll_forward",
+    "label_first": (
+        "tests/unit/memory/test_journal.py::test_arming_empties_the_journal_before_it_takes_the_new_label"
+    ),
+    "live_before_it_is_rebuilt": (
+        "tests/unit/recovery/test_verify.py"
+        "::test_killed_at_any_moment_of_such_a_rebuild_the_next_start_ends_it"
+    ),
     "parity_is_sent_while_it_changes": f"{_SERVER}::test_parity_that_changes_while_it_is_read",
     "rebuilding_shows_no_start": (
         "tests/unit/memory/test_classify.py::test_what_shows_that_the_job_had_started"
