@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from simulator import defects, job
@@ -27,3 +30,12 @@ def test_a_run_follows_from_its_seed() -> None:
 )
 def test_a_planted_defect_is_found(name: str) -> None:
     assert defects.search(defects.DEFECTS[name], SEEDS) is not None
+
+
+def test_each_defect_has_a_seed_or_a_test() -> None:
+    """`python tests/simulator defects` has searched for each, and writes the seeds."""
+    seeds = json.loads(defects.FOUND.read_text())
+    assert sorted([*seeds, *defects.TESTS]) == sorted(defects.DEFECTS)
+    assert all(
+        (Path(__file__).parents[2] / test.partition("::")[0]).is_file() for test in defects.TESTS.values()
+    )
