@@ -630,6 +630,8 @@ def _watch_kernels(worker: Worker) -> None:
         kernel(self, *args)
 
     _wrap(Cpu, "_update_rows", row_torn)
+    if worker.board.get("worker") % 2:  # as if this worker's rows were worth two threads
+        Kernels.lanes = lambda self, rows, row_bytes: min(2, rows)
 
 
 def _around(worker: Worker, owner: Any, name: str, phase: str | dict[str, str]) -> None:
