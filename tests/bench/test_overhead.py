@@ -229,6 +229,29 @@ def test_resampling_finds_a_difference_and_none_where_there_is_none() -> None:
     assert -1 < found[CONTROL].low < 0 < found[CONTROL].high < 1
 
 
+def test_launches_that_differ_widen_the_interval_whatever_the_rounds_of_each() -> None:
+    """The error of a mean of L launches that differ by `s` is s / sqrt(L), with any number of rounds."""
+    rng = np.random.default_rng(3)
+    apart = rng.normal(0, 1, 8)
+    launches = np.repeat(np.arange(8), 50)
+    values = apart[launches] + rng.normal(0, 0.1, len(launches))
+    alike, found = (Strata([True] * len(values), 1, of).mean(values) for of in ((), launches.tolist()))
+    error = apart.std(ddof=1) / math.sqrt(8)
+    assert found.value == alike.value == pytest.approx(values.mean())
+    assert (found.high - found.low) / 2 == pytest.approx(1.96 * error, rel=0.15)
+    assert alike.high - alike.low < (found.high - found.low) / 3
+
+
+def test_both_kinds_of_rounds_are_of_the_launches_that_were_drawn() -> None:
+    """One launch has no commit: its own rounds count, and other launches' commits."""
+    commits, launches = [False, True, False, True, False, False], [0, 0, 1, 1, 2, 2]
+    seconds = np.asarray([1.0, 10.0, 1.0, 10.0, 1.0, 1.0])
+    found = Strata(commits, 10, launches).mean(seconds)
+    assert (found.value, found.low, found.high) == pytest.approx((1.9, 1.9, 1.9))
+    pairs = Strata([True, True], 1, [0, 1]).mean(np.asarray([1.0, 3.0]))
+    assert (pairs.low, pairs.high) == pytest.approx((2 - math.sqrt(2), 2 + math.sqrt(2)))
+
+
 def test_a_commit_counts_once_a_window() -> None:
     """Four windows of 100 steps, of which five are measured in each; a commit takes as long as 20 steps."""
     commits = ([False] * 4 + [True]) * 4
@@ -303,7 +326,7 @@ def test_work_beside_counts_for_the_commit_that_it_belongs_to() -> None:
 def test_launches_add_up_to_one() -> None:
     launches = [[answer(0), answer(1)], [answer(0) | {"idle": 0.03, "wall_s": 30.0}, answer(1)]]
     first, other = estimate.joined(launches)
-    assert (first["commits"], first["window"]) == ([False, True] * 2, 2)
+    assert (first["commits"], first["window"], first["launches"]) == ([False, True] * 2, 2, [0, 0, 1, 1])
     assert first["slots"][BARE] == 2 * answer(0)["slots"][BARE] and len(first["cycles"]) == 2
     assert first["counted"][PROTECTED] == {"sent_bytes": 100.0, "touched_rows": 40.0, "phase apply": 0.008}
     assert (first["protected_steps"], first["wall_s"]) == (4, 40.0)
@@ -322,28 +345,8 @@ def test_the_window_that_auto_chose_stays_in_the_next_launch(monkeypatch: pytest
     monkeypatch.setattr(overhead, "check", lambda *_: None)
     monkeypatch.setattr(overhead, "joined", len)
     scale = dataclasses.replace(overhead.FULL, pairs=81, launches=2)
-    widths = [1.2, 1.2, 0.8]
-    monkeypatch.setattr(overhead, "is_settled", lambda _, points: widths.pop(0) <= points)
-    assert overhead.trained(scale, "sparse", CODE, "auto", True, 5) == 4
-    assert asked == [("auto", 41, 5), (61, 40, 6), (61, 40, 7), (61, 40, 8)]
-
-
-def test_launches_follow_until_no_interval_is_wider_than_asked_and_the_controls_includes_zero() -> None:
-    def rounds(count: int, control_s: float = 1.0) -> list[Any]:
-        steps = {
-            PROTECTED: slots([1.0, 1.2] * count, 1.0),
-            BARE: slots([1.0] * 2 * count, 1.0),
-            CONTROL: slots([control_s] * 2 * count, 1.0),
-        }
-        cycles = [(0.0, 1.0)] * 2 * count
-        return [answer(0) | {"slots": steps, "commits": [True] * 2 * count, "cycles": cycles, "window": 1}]
-
-    assert not overhead.is_settled(rounds(10), 2.0)
-    assert overhead.is_settled(rounds(10), math.inf)
-    assert overhead.is_settled(rounds(1000), 2.0)
-    assert not overhead.is_settled(rounds(1000, 1.001), 2.0)
-    assert not overhead.is_settled(rounds(1000, 0.999), 2.0)
-    assert overhead.is_settled(rounds(1000, 1.001), math.inf)
+    assert overhead.trained(scale, "sparse", CODE, "auto", True, 5) == 2
+    assert asked == [("auto", 41, 5), (61, 40, 6)]
 
 
 def test_the_slowest_steps_over_the_median() -> None:
@@ -476,5 +479,6 @@ def test_auto_is_given_a_mean_time_between_failures(monkeypatch: pytest.MonkeyPa
         with pytest.raises(ZeroDivisionError):
             overhead.measure(overhead.FULL, "sparse", CODE, window, False, seed=0)
     fixed, auto = orders
-    assert (fixed.window, fixed.mtbf_s, fixed.steps) == (16, None, overhead.FULL.pairs // 2)
+    assert (fixed.window, fixed.mtbf_s) == (16, None)
+    assert fixed.steps == overhead.FULL.pairs // overhead.FULL.launches
     assert auto.window == "auto" and auto.mtbf_s is not None and 3600 < auto.mtbf_s < 86400

@@ -151,7 +151,7 @@ def of_steps(
     more: Sequence[Row] = (),
 ) -> Measured:
     """What pairs of steps say of a method, and of the control beside it."""
-    strata = Strata(answers[0]["commits"], window)
+    strata = Strata(answers[0]["commits"], window, answers[0].get("launches", ()))
     cpu, wall = cpu_s(answers), wall_s(answers)
     rounds = len(answers[0]["commits"])
     both = {"cpu": overheads(cpu, strata), "wall": overheads(wall, strata)}

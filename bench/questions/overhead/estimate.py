@@ -1,12 +1,14 @@
-"""What pairs of steps say, with 95 % intervals by resampling the rounds.
+"""What pairs of steps say, with 95 % intervals by resampling the launches, and the rounds of each.
 
-A round has one step of each model. Rounds in which a transaction ends, and all others, are resampled apart,
-and weighted as often as each comes in a window: a window's commit counts once a window, however many of its
-other steps were measured.
+A round has one step of each model. Rounds of a launch are alike, as its memory lies in the same places: so
+launches are drawn first, then rounds of those that were drawn (Davison and Hinkley, Bootstrap Methods, 3.8).
+Rounds in which a transaction ends, and all others, are resampled apart, and weighted as often as each comes
+in a window: a window's commit counts once a window, however many of its other steps were measured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from bench.workloads.training_rank import BARE, CONTROL, PROTECTED
 from ecemb.step.transaction import BESIDE as STEPS_BESIDE
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 RESAMPLED = 4000
 PERCENT = 95.0
@@ -38,35 +41,35 @@ class Estimate(NamedTuple):
     low: float
     high: float
 
-    @property
-    def within(self) -> float:
-        """Half the interval's width."""
-        return (self.high - self.low) / 2
-
     def times(self, factor: float, less: float = 0.0) -> Estimate:
         """Each number less `less`, times the factor, which is positive."""
         return Estimate(*((one - less) * factor for one in self))
 
 
 class Strata:
-    """Rounds of two kinds, which are resampled apart.
+    """Rounds of two kinds, which are resampled apart, in the same launches.
 
     Args:
         commits: Of each round, whether a transaction ended in it.
         window: Steps of a transaction.
+        launches: Of each round, the number of its launch; by default all are of one.
         seed: Of the resampling.
     """
 
-    def __init__(self, commits: Sequence[bool], window: int, seed: int = 0) -> None:
+    def __init__(
+        self, commits: Sequence[bool], window: int, launches: Sequence[int] = (), seed: int = 0
+    ) -> None:
         ended = np.asarray(commits, np.bool_)
+        of = np.asarray(launches or [0] * len(ended), np.int64)
         both = [(np.flatnonzero(ended), 1 / window), (np.flatnonzero(~ended), 1 - 1 / window)]
         self._parts = [(rounds, weight) for rounds, weight in both if len(rounds)]
         whole = sum(weight for _, weight in self._parts)
         self._parts = [(rounds, weight / whole) for rounds, weight in self._parts]
         rng = np.random.default_rng(seed)
-        self._drawn = [
-            rounds[rng.integers(len(rounds), size=(RESAMPLED, len(rounds)))] for rounds, _ in self._parts
-        ]
+        count = int(of.max()) + 1
+        chosen = rng.integers(count, size=(RESAMPLED, count))
+        self._widening = math.sqrt(count / (count - 1)) if count > 1 else 1.0
+        self._drawn = [_drawn(rounds, of[rounds], chosen, rng) for rounds, _ in self._parts]
         self.weights: Floats = np.zeros(len(ended))
         for rounds, weight in self._parts:
             self.weights[rounds] = weight / len(rounds)
@@ -88,7 +91,25 @@ class Strata:
         )
         tail = (100 - PERCENT) / 2
         low, high = np.percentile(np.asarray(a) / np.asarray(b), [tail, 100 - tail])
-        return Estimate(value, min(value, float(low)), max(value, float(high)))
+        low, high = (value + self._widening * (float(end) - value) for end in (low, high))
+        return Estimate(value, min(value, low), max(value, high))
+
+
+def _drawn(rounds: Ints, of: Ints, chosen: Ints, rng: np.random.Generator) -> Ints:
+    """Rounds of the launches that were chosen, drawn with replacement: int64 [RESAMPLED, about as many].
+
+    Args:
+        rounds: Numbers of rounds.
+        of: Of each, the number of its launch.
+        chosen: Launches of each resampling, [RESAMPLED, launches]; for one without such rounds, another one
+            stands.
+        rng: The source.
+    """
+    have, starts, counts = np.unique(of, return_index=True, return_counts=True)
+    places = np.searchsorted(have, chosen) % len(have)
+    each = -(-len(rounds) // chosen.shape[1])
+    within = (rng.random((*places.shape, each)) * counts[places][..., None]).astype(np.int64)
+    return rounds[(starts[places][..., None] + within).reshape(len(chosen), -1)]
 
 
 def parts(pairs: int, launches: int) -> list[int]:
@@ -97,12 +118,16 @@ def parts(pairs: int, launches: int) -> list[int]:
 
 
 def joined(launches: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Of each rank the reports of all launches, as if they were of one with the same window."""
+    """Of each rank the reports of all launches, as if they were of one with the same window.
+
+    `launches` has the number of each round's launch.
+    """
     found: list[dict[str, Any]] = []
     for reports in zip(*launches, strict=True):
         sums = {name: _added([one[name] for one in reports]) for name in ADDED if name in reports[0]}
         idle_s = sum(one.get("idle", 0.0) * one["wall_s"] for one in reports)
-        found.append({**reports[0], **sums, "idle": idle_s / sums["wall_s"]})
+        of = [number for number, one in enumerate(reports) for _ in one["commits"]]
+        found.append({**reports[0], **sums, "idle": idle_s / sums["wall_s"], "launches": of})
     return found
 
 

@@ -1,14 +1,14 @@
 """What does protection cost a training step, in processor time, in wall time, and in bytes sent?
 
 Equal models are trained in the same processes: one protected, two bare. In each round every model trains one
-step on the same batch, in random order, so that other load on the machine meets all of them. Where intervals
-have to decide, the rounds are of two launches or more: in each, memory lies elsewhere, which alone makes
-equal models differ. Launches follow until intervals are no wider than ± 0.9 points and the control's includes
-0, or there are six: with other load on the machine they are more. What protection costs decides nothing.
+step on the same batch, in random order, so that other load on the machine meets all of them. The rounds are
+of several launches, how many is decided before: in each, memory lies elsewhere, which alone makes equal
+models differ.
 
 - `overhead_cpu_pct`: processor time (user and system, all threads) of all ranks together, in the method's
-  steps over that in the steps of the bare models, less 1. In brackets: the 95 % interval, by resampling the
-  rounds. `control` compares the two bare models with each other: its interval has to include 0.
+  steps over that in the steps of the bare models, less 1. In brackets: the 95 % interval, by resampling
+  launches, then the rounds of each. `control` compares the two bare models with each other: an interval
+  without 0 says how much equal models differ here.
 - `overhead_wall_pct`: the same for the wall time of the slowest rank. Ranks share the cores, so that
   this includes the waiting for one another.
 - `step_cpu_ms`, `step_wall_ms`: those times themselves, a step (processor time of all ranks).
@@ -58,7 +58,6 @@ committed, and parity has to fit every row.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -113,8 +112,8 @@ COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), (64, True), 
 """Steps that are committed at once, and whether beside the next ones: each is measured with each code."""
 BESIDE_COMMITS = tuple(one for one in COMMITS if one[0] != 64)
 """Of these, what is measured in the other settings, and on the other engine."""
-FEWER, BESIDE_ENGINE = 24, "sparse"
-"""Pairs beside replication, in the other settings, and on this engine."""
+FEWER, FEWER_LAUNCHES, BESIDE_ENGINE = 24, 3, "sparse"
+"""Pairs beside replication, in the other settings, and on this engine, and launches that they are of."""
 HOSTS = 128
 """Of the job whose mean time between failures "auto" is given: that of the simulation."""
 IMPORTS = dict.fromkeys(managed_collision.ENGINES, ("torchrec.distributed.model_parallel",))
@@ -134,12 +133,8 @@ class Scale:
         dense: See `Order`.
         batch: Samples a rank takes in a step.
         skew: See `Order`.
-        pairs: Rounds that are measured at least.
+        pairs: Rounds that are measured.
         launches: That they are of, a part of them each.
-        within: Launches follow, of as many rounds as the last one, until no 95 % interval of
-            `overhead_cpu_pct` is wider than ± this, in points, and the control's includes 0; infinity
-            for none.
-        most_launches: That there are with those that follow.
         arena_dir: Where arenas lie.
         timeout_s: Of every wait.
         methods: See `Order`, as for all that follow.
@@ -161,8 +156,6 @@ class Scale:
     skew: float = 1.2
     pairs: int = 160
     launches: int = 1
-    within: float = math.inf
-    most_launches: int = 6
     arena_dir: str = "/dev/shm"
     timeout_s: float = 1800.0
     methods: tuple[str, ...] = METHODS
@@ -180,7 +173,7 @@ class Scale:
         return f"{self.name}: {tables}, batch {self.batch:,} a rank, skew {self.skew:g}"
 
 
-FULL = Scale(pairs=128, launches=2, within=0.9)
+FULL = Scale(pairs=256, launches=4)
 QUICK = Scale(tables=4, rows=2000, dim=16, batch=64, pairs=4, timeout_s=280)
 
 
@@ -195,14 +188,14 @@ def run(arguments: Arguments) -> list[Row]:
     """Answers the question; the metrics are in the module's docstring."""
     scale, codes = (QUICK, CODES[:1]) if arguments.quick else (FULL, CODES)
     if arguments.pairs:
-        scale = replace(scale, pairs=arguments.pairs, within=math.inf)
+        scale = replace(scale, pairs=arguments.pairs, launches=min(scale.launches, arguments.pairs))
     if arguments.setting == verification.NAME:
         return by_metric(of_verification(scale, arguments.engine, codes[0], arguments.seed))
     if arguments.setting == managed_collision.NAME:
         if not arguments.quick and not arguments.pairs:
             scale = replace(scale, pairs=managed_collision.PAIRS)
         return by_metric(with_managed_collision(scale, arguments.engine, codes, arguments.seed))
-    fewer = replace(scale, pairs=min(FEWER, scale.pairs), launches=1, within=math.inf)
+    fewer = replace(scale, pairs=min(FEWER, scale.pairs), launches=min(FEWER_LAUNCHES, scale.launches))
     few = scale if arguments.pairs else fewer
     settings = [few if arguments.engine == BESIDE_ENGINE else scale, sparse_heavy(few)]
     asked = arguments.setting or (scale.name if arguments.quick else "")
@@ -212,7 +205,7 @@ def run(arguments: Arguments) -> list[Row]:
         for code in codes:
             for window, overlap in COMMITS if is_main else BESIDE_COMMITS:
                 rows += measure(setting, arguments.engine, code, window, overlap, arguments.seed)
-            rival = replace(setting, methods=RIVALS, pairs=fewer.pairs, launches=1, within=math.inf)
+            rival = replace(setting, methods=RIVALS, pairs=fewer.pairs, launches=fewer.launches)
             rows += measure(rival, arguments.engine, code, 1, False, arguments.seed)
     return by_metric(rows)
 
@@ -241,7 +234,7 @@ def with_managed_collision(scale: Scale, engine: str, codes: Sequence[Code], see
         min(managed_collision.TABLES, scale.tables),
         managed_collision.whole_intervals(scale.pairs),
     )
-    setting = replace(scale, name=name, tables=tables, pairs=pairs, launches=1, within=math.inf)
+    setting = replace(scale, name=name, tables=tables, pairs=pairs, launches=1)
     rows: list[Row] = []
     for code in codes:
         both = [measure(setting, one, code, 1, False, seed) for one in managed_collision.ENGINES]
@@ -334,11 +327,7 @@ def trained(
         WrongResult, RankFailed: See `measure`.
     """
     launches: list[list[Any]] = []
-    rounds = parts(scale.pairs, scale.launches)
-    for number in range(max(scale.launches, scale.most_launches)):
-        if number >= scale.launches and is_settled(joined(launches), scale.within):
-            break
-        pairs = rounds[min(number, scale.launches - 1)]
+    for number, pairs in enumerate(parts(scale.pairs, scale.launches)):
         order, answers = train(
             scale, engine, code, work, window=window, overlap=overlap, steps=pairs, seed=seed + number
         )
@@ -346,19 +335,6 @@ def trained(
         window = answers[0]["window"]
         launches.append(answers)
     return joined(launches)
-
-
-def is_settled(answers: Sequence[Mapping[str, Any]], points: float) -> bool:
-    """Whether no interval of `overhead_cpu_pct` is wider than ± this, in points, and the control's has 0.
-
-    Beside a control that differs from its equal no value says anything. Infinity asks for neither.
-    """
-    if points == math.inf:
-        return True
-    strata = Strata(answers[0]["commits"], answers[0]["window"])
-    found = overheads(cpu_s(answers), strata)
-    control = found[CONTROL]
-    return control.low <= 0 <= control.high and all(one.within <= points for one in found.values())
 
 
 def labels_of(scale: Scale, code: Code) -> dict[str, Label]:
@@ -429,7 +405,7 @@ def rows_of(
         overlap: Whether commits go on beside the steps that follow.
     """
     first = answers[0]
-    strata = Strata(first["commits"], first["window"])
+    strata = Strata(first["commits"], first["window"], first.get("launches", ()))
     pairs, steps = len(first["commits"]), first["protected_steps"]
     cpu, wall = cpu_s(answers), wall_s(answers)
     beside = f" beside {REPLICATION}" if REPLICATION in cpu else ""
