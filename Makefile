@@ -20,7 +20,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 docs site pages package release-check model compat simulator failures cluster moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 docs site pages package release-check model compat simulator defects failures cluster moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -118,6 +118,9 @@ compat: $(READY)  ## another set of torch, TorchRec and FBGEMM, in build/compat 
 
 simulator: $(READY)  ## whole jobs in one process, with failures by seed: SEEDS=200 (ARGS="--first 1000")
 	$(BIN)/python tests/simulator --seeds $(SEEDS) $(ARGS)
+
+defects: $(READY)  ## defects planted in the product: which seed of the simulator, or which test, notices each (ARGS="--seeds 200")
+	PYTHONPATH=.:tests $(BIN)/python tests/simulator defects --json bench/results/defects.json $(ARGS)
 
 failures: $(READY)  ## the failure matrix: real processes killed in every phase (30 minutes)
 	$(BIN)/python tests/failures --json bench/results/failures.json $(ARGS)

@@ -54,6 +54,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
     ),
     "compat": ("tests/support/compat.py", "tests/contracts", "tests/support/torchrec", "ecemb/engines"),
     "cpr": ("bench/questions/cpr", _CLICKS, "baselines/cpr"),
+    "defects": ("tests/simulator", "tests/failures/sabotage.py", "tests/support/simulation.py", *_RESTART),
     "drift": ("bench/questions/drift", "baselines/float_parity", *_BYTES),
     "elastic": ("bench/questions/elastic", *_RESTART),
     "failures": ("tests/failures", *_WARM),

@@ -1,7 +1,7 @@
 """The simulator: whole jobs in one process, each from a seed (CONTRIBUTING.md, "The simulator").
 
     python tests/simulator [--seeds 1000] [--first 0] [--seed N] [--minutes M]
-    python tests/simulator defects [--seeds 2000] [--only PATTERN]
+    python tests/simulator defects [--seeds 2000] [--only PATTERN] [--json FILE]
 
 With `--seed`, one run is shown line by line. Ends with code 1 if a run differs from its twin, and prints the
 command that repeats it.
@@ -23,7 +23,8 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # the order of a set of strings is 
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
-from simulator import defects, job  # noqa: E402 - the path comes first
+from bench.harness import register  # noqa: E402 - the path comes first
+from simulator import defects, job  # noqa: E402
 
 _EVERY = 500
 
@@ -79,5 +80,5 @@ def _succeeds(seed: int, *, shows: bool) -> bool:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["defects"]:
-        sys.exit(defects.main(sys.argv[2:]))
+        sys.exit(register.script("defects", defects.main, "tests/simulator defects", sys.argv[2:]))
     sys.exit(main(sys.argv[1:]))

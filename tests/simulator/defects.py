@@ -23,12 +23,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from bench.harness.result import Arguments, Row, document, once, write
 from ecemb.coding.parity import ParityBlocks
 from ecemb.errors import PeerFailure
 from ecemb.guard import Guard
 from ecemb.memory import classify
 from ecemb.memory.arena import Arena
-from ecemb.memory.header import NONE, State, Word
+from ecemb.memory.header import State, Word
 from ecemb.memory.journal import Inbox, Outbox, ParityJournal, RowJournal
 from ecemb.memory.rank_memory import RankMemory, Slots
 from ecemb.net.collectives import Transport, Waits
@@ -198,12 +199,13 @@ def count_before_entry() -> list[Patch]:
 @defect
 def parity_label_before_row() -> list[Patch]:
     """The parity journal gets its label while it names a row of the transaction before."""
+    begin = ParityJournal.begin
 
-    def begin(self: ParityJournal, transaction: int) -> None:
+    def begins(self: ParityJournal, transaction: int) -> None:
         self._arena.set(Word.PARITY_LABEL, transaction)
-        self._arena.set(Word.PARITY_ROW, NONE)
+        begin(self, transaction)
 
-    return [(ParityJournal, "begin", begin)]
+    return [(ParityJournal, "begin", begins)]
 
 
 @defect
@@ -223,10 +225,26 @@ def lanes_share_their_places() -> list[Patch]:
     return [(ParityJournal, "interrupted", shares)]
 
 
+def _without_voiding(name: str) -> list[Patch]:
+    change: Callable[..., Any] = getattr(ParityJournal, name)
+
+    def changes(self: ParityJournal, *arguments: Any) -> Any:
+        with mock.patch.object(self, "_void_lanes"):
+            return change(self, *arguments)
+
+    return [(ParityJournal, name, changes)]
+
+
 @defect
 def lanes_are_not_void() -> list[Patch]:
-    """A transaction begins, and lanes do, while lines of earlier lanes name rows."""
-    return [(ParityJournal, "_void_lanes", lambda self: None)]
+    """The parity journal gets its label while lines of lanes of the transaction before name rows."""
+    return _without_voiding("begin")
+
+
+@defect
+def earlier_lanes_are_not_void() -> list[Patch]:
+    """Lines of lanes are written while lines of the lanes before name rows."""
+    return _without_voiding("open")
 
 
 @defect
@@ -237,6 +255,18 @@ def lanes_end_without_a_line() -> list[Patch]:
         self._arena.set(Word.PARITY_ROW, stop - 1)
 
     return [(ParityJournal, "close", close)]
+
+
+@defect
+def lanes_end_by_their_row() -> list[Patch]:
+    """The journal names the last row of the lanes that have ended before it says that it is complete."""
+    close = ParityJournal.close
+
+    def closes(self: ParityJournal, stop: int) -> None:
+        self._arena.set(Word.PARITY_ROW, stop - 1)
+        close(self, stop)
+
+    return [(ParityJournal, "close", closes)]
 
 
 @defect
@@ -548,6 +578,13 @@ TESTS: dict[str, str] = {
     "generation_id_is_kept": (
         "tests/unit/memory/test_arena.py::TestWords::test_join_stores_two_words_as_if_they_were_one"
     ),
+    "earlier_lanes_are_not_void": (
+        "tests/unit/memory/test_parity_journal.py"
+        "::test_lanes_that_name_no_row_are_void_while_others_are_written"
+    ),
+    "lanes_end_by_their_row": (
+        f"{_RANK_MEMORY}::test_lanes_cut_off_anywhere_are_redone_by_any_number_of_threads"
+    ),
     "parity_label_before_row": f"{_RANK_MEMORY}::test_apply_cut_off_anywhere_is_redone",
     "prepared_is_lowered_late": f"{_RANK_MEMORY}::test_undo_that_has_begun_can_never_roll_forward",
     "label_first": (
@@ -615,9 +652,10 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python tests/simulator defects")
     parser.add_argument("--seeds", type=int, default=2000, help="the most seeds for a defect")
     parser.add_argument("--only", default="*", help="names of defects, with *")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the table")
     given = parser.parse_args(words)
     known: dict[str, int] = json.loads(FOUND.read_text())
-    missed = 0
+    rows: list[Row] = []
     print("| defect | noticed by | as |\n|---|---|---|", flush=True)
     for name in fnmatch.filter(DEFECTS, given.only):
         make = DEFECTS[name]
@@ -631,13 +669,15 @@ def main(words: Sequence[str]) -> int:
                 known[name] = found[0]
             by, seen = (f"{given.seeds} seeds", None) if found is None else (f"seed {found[0]}", found[1])
             _keep(known)
+        rows.append(once("noticed", "ratio", int(seen is not None), defect=name, by=by, says=seen or ""))
         if seen is None:
-            missed += 1
             by, seen = f"**nothing**: {by}", ""
         line = str(make.__doc__).splitlines()[0]
         took_s = time.process_time() - began
         print(f"| {name}: {line} | {by} ({took_s:.0f} s) | {seen[:110]} |", flush=True)
-    return 1 if missed else 0
+    if given.json:
+        write(given.json, document("defects", Arguments(), rows))
+    return 0 if all(row.value for row in rows) else 1
 
 
 def _keep(known: dict[str, int]) -> None:

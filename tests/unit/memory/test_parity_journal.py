@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -84,6 +85,23 @@ def test_lanes_have_places_and_numbers_of_their_own(memory: RankMemory) -> None:
     assert second.saved.tolist() == [[7, 7], [8, 8]]
     again.close(10)
     assert again.interrupted(RECEIVED, places) == [] and again.is_whole and again.finished(RECEIVED) == 10
+
+
+def test_lanes_that_name_no_row_are_void_while_others_are_written(memory: RankMemory) -> None:
+    """docs/protocol.md, 10.4: a redo cuts the run into other lanes, and may end at each store."""
+    journal = memory.parity_journal
+    journal.reserve(RECEIVED, 3)
+    places, store = journal.places(RECEIVED), ParityJournal._store
+    journal.begin(6)
+    journal.mark[0] = 3
+
+    def stores(self: ParityJournal, *word: int) -> None:
+        store(self, *word)
+        assert ParityJournal(memory.arena).interrupted(RECEIVED, places) == []
+
+    with mock.patch.object(ParityJournal, "_store", stores):
+        for edges in ([4, 7, 10], [4, 6, 8, 10], [4, 10], [4, 5, 10]):
+            journal.open(edges, places)
 
 
 def test_a_process_that_ends_between_the_two_stores_of_close(memory: RankMemory) -> None:
