@@ -578,6 +578,9 @@ TESTS: dict[str, str] = {
     "generation_id_is_kept": (
         "tests/unit/memory/test_arena.py::TestWords::test_join_stores_two_words_as_if_they_were_one"
     ),
+    "mark_has_no_generation": (
+        "tests/unit/start/test_opening.py::test_the_mark_of_the_store_has_the_generation_that_was_opened"
+    ),
     "earlier_lanes_are_not_void": (
         "tests/unit/memory/test_parity_journal.py"
         "::test_lanes_that_name_no_row_are_void_while_others_are_written"

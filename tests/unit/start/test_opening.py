@@ -1,4 +1,4 @@
-"""How old a recovery's evidence is: a warning if there is none, and no block was to spare."""
+"""How old a recovery's evidence is, and what a start stores for later starts that find no arena."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ecemb.coding.placement import Placement
 from ecemb.recovery.execute import RecoveryReport
+from ecemb.start import opening
 from ecemb.start.opening import _log_evidence
 
 SAID = "parity was last known to fit all rows, from comparisons beside training: "
@@ -40,3 +42,23 @@ def test_a_recovery_without_evidence_is_a_warning(
         _log_evidence(memory, report, is_expected=is_expected)
     [record] = caplog.records
     assert record.levelno == level and record.getMessage().startswith(SAID + says)
+
+
+def test_the_mark_of_the_store_has_the_generation_that_was_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arena that joined an earlier one is stale, also if no other arena is left to say so."""
+    monkeypatch.setattr(opening, "discard_superseded", lambda session: None)
+    store = dist.HashStore()
+    start: Any = SimpleNamespace(
+        session=SimpleNamespace(job_flags=store, held=()),
+        world=SimpleNamespace(generation=12, plan=SimpleNamespace(begins=True)),
+        transport=SimpleNamespace(barrier=lambda what: None),
+        earlier=None,
+    )
+    memory: Any = SimpleNamespace(arena=None)
+    opening._flag_recovery(start)
+    assert not store.check(["started"]), "until the new arenas are LIVE, those of before count"
+    opening._supersede(start, memory)
+    assert store.get("started") == b"12"
+    start.world = SimpleNamespace(generation=14, plan=SimpleNamespace(begins=False))
+    opening._flag_recovery(start)
+    assert store.get("started") == b"14"
