@@ -21,7 +21,7 @@ from bench import ROOT
 
 _OURS = ("baselines", "bench", "ecemb", "examples", "tests")
 """Folders of the checkout with modules; an environment may lie beside them."""
-_FOLLOWED = ("baselines", "bench")
+FOLLOWED = ("baselines", "bench")
 """Packages whose imports are followed. Of ecemb, `CODE` has the packages: its root imports all of them."""
 _DRAWS = "picture.py"
 """The name of modules that draw numbers and compute none."""
@@ -95,11 +95,11 @@ def code(question: str) -> tuple[str, ...]:
     """Returns the paths that a question's numbers depend on: those of `CODE`, and what they import.
 
     Modules of bench/ and baselines/ are followed, wherever in a file they are imported, also those that only
-    another process imports.
+    another process imports; but not those of a folder's own tests, which no measurement runs.
     """
     listed = CODE[question]
     seen: set[Path] = set()
-    waiting = [path for path in _files(listed) if path.name != _DRAWS]
+    waiting = [path for path in _files(listed) if path.name != _DRAWS and not path.name.startswith("test_")]
     while waiting:
         path = waiting.pop()
         if path not in seen:
@@ -156,9 +156,9 @@ def _counts(path: Path) -> bool:
 
 
 def _imported(path: Path) -> Iterator[Path]:
-    """The modules of `_FOLLOWED` that a module imports, anywhere in it."""
+    """The modules of `FOLLOWED` that a module imports, anywhere in it."""
     for name in _names(path.read_bytes(), path.relative_to(ROOT).parts[:-1]):
-        if name.partition(".")[0] in _FOLLOWED:
+        if name.partition(".")[0] in FOLLOWED:
             yield from _module(name)
 
 

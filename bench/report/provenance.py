@@ -195,12 +195,16 @@ def _is_another(results: Path, name: str, digest: str, commit: str, now: Mapping
 
 
 def _changed(document: Mapping[str, Any], commit: str) -> list[str]:
-    """Of a result's code, its question's and what it names, the paths that are not as in its commit."""
+    """Of a result's code, its question's and what it names, the paths that are not as in its commit.
+
+    In the folders where `signature.code` follows imports it names all that counts.
+    """
     listed = signature.code(document["question"])
     named = [
         name
         for name in document.get("sources", {})
-        if name not in signature.WRITERS and not any(signature.is_below(name, path) for path in listed)
+        if name.partition("/")[0] not in signature.FOLLOWED
+        and not any(signature.is_below(name, path) for path in listed)
     ]
     return _of_paths((*listed, *named), commit)
 
