@@ -37,9 +37,8 @@ HEAD = f"""# Results
 
 {MARK}
 
-Every number on these pages is in bench/results, as JSON. `python -m bench QUESTION` verifies, then measures.
-A value is the median, in brackets the smallest and the largest, if they differ; where a page says so, a mean
-with its 95 % interval. *Stale*: the code that was measured, or its input, has changed; its page says which.
+Every number here is in bench/results, as JSON: a median, in brackets the smallest and the largest; where a page
+says so, a mean with its 95 % interval. *Stale*: the code that was measured, or its input, has changed.
 """
 
 MORE = "All figures, in tables to sort and to filter: `python -m bench report` writes build/results.html."
