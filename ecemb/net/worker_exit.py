@@ -12,7 +12,8 @@ Replaces sys.excepthook in a worker, so that the script needs no decorator. In t
    spend all its restarts within minutes. The traceback of an error that another rank caused shows only where
    this rank waited: one line is logged, and the traceback at DEBUG.
 4. The failure is announced to the other ranks.
-5. The end is enforced: from here on the process may be stuck (`enforce_end`).
+5. The end is enforced: from here on the process may be stuck (`enforce_end`). One that `ecemb-run` replaces
+   ends at once, after its threads and exit handlers.
 
 After an exception the interpreter joins all threads but daemons, and those of executors; then it runs exit
 handlers, destructors, and the exit functions of the C library. Each may be stuck: a prefetcher waits for
@@ -209,8 +210,9 @@ before_end = _grace.after
 def enforce_end() -> None:
     """Ends this failed process with code 1 after `GRACE_S`, unless it has ended before. Returns at once.
 
-    The grace begins when the last block of `before_end` has ended. Does nothing if the script's own code or
-    an interactive prompt called the hook: then the process goes on.
+    Does not return in a process that is replaced: it ends here, without the destruction of its objects. In
+    others the grace begins when the last block of `before_end` has ended. Does nothing if the script's own
+    code or an interactive prompt called the hook: then the process goes on.
 
     A Python thread logs what keeps the process from ending, and ends it. That thread can't run once the
     interpreter destroys its objects, nor while a call keeps the interpreter's lock: then a timer of the C
@@ -230,7 +232,7 @@ def _end_by_itself() -> NoReturn:
     All ranks wait for the process that replaces this one, and destruction takes tenths of a second. The
     failure detector ends the process if threads or exit handlers take longer than its grace.
     """
-    threading._shutdown()  # pyright: ignore # joins threads, and ends executors
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] # joins threads, and ends executors
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
     flush()
     os._exit(_EXIT_FAILED)
