@@ -21,6 +21,7 @@ FAMILIES = {
     "full": "#999999",
     "Check-N-Run": "#56B4E9",
     "CPR": "#F0E442",
+    "increments": "#0072B2",
 }
 """Family of methods, by how the names of its methods begin -> colour. ecemb first."""
 LINES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")

@@ -21,12 +21,17 @@ from bench.questions.compare.families import (
     quiet_engine,
 )
 from bench.questions.compare.picture import duration
-from bench.report.headlines import Documents, Unknown, of, value
+from bench.report.headlines import Documents, Unknown, of
 from bench.report.tables import grid
 
 OURS = "ecemb (4, 3)"
 EXACT = "that lose no samples"
-"""Methods of the second map."""
+PANELS = {
+    "all": "samples may be lost",
+    EXACT: "no sample may be lost",
+    "that lose no samples and keep no second copy": "nor memory hold a second copy",
+}
+"""Panel of the map -> what it allows."""
 UNKNOWN = "cannot tell"
 """Of a cost whose interval contains 0, and of methods whose intervals overlap."""
 
@@ -182,7 +187,7 @@ def shares(documents: Documents) -> str:
         Unknown: Nothing was simulated.
     """
     heads = [(hosts, f"{hosts:,} hosts") for hosts in SIZES]
-    return simulated(documents, "ettr_by_hosts", "hosts", heads, "")
+    return simulated(documents, "by_hosts", "hosts", heads, "")
 
 
 def mtbfs(documents: Documents) -> str:
@@ -192,113 +197,105 @@ def mtbfs(documents: Documents) -> str:
         Unknown: Nothing was simulated.
     """
     heads = [(hours, f"{hours:g} h") for hours in MTBF_H]
-    return simulated(documents, "ettr_by_mtbf", "mtbf_h", heads, " of 128 hosts")
+    return simulated(documents, "by_mtbf", "mtbf_h", heads, " of 128 hosts")
 
 
 def simulated(
     documents: Documents, metric: str, label: str, heads: Sequence[tuple[float, str]], job: str
 ) -> str:
-    """A table of the effective training-time ratio, and of who is ahead for certain in each column.
+    """A table of the effective training-time ratio, and of who is ahead in each column.
 
     Raises:
         Unknown: It was not simulated.
     """
-    rows = [row for row in of(documents, "simulate") if row["metric"] == metric]
+    rows = [row for row in of(documents, "simulate") if row["metric"] == f"ettr_{metric}"]
     if not rows:
-        raise Unknown(metric)
-    found = {(row["method"], row[label]): row for row in rows}
+        raise Unknown(f"ettr_{metric}")
+    profile = rows[0]["job"]
+    found = {(row["method"], row[label]): row for row in rows if row["job"] == profile}
     lines = [
         [choice.name, *(ratio(found.get((choice.simulated, size))) for size, _ in heads)]
         for choice in CHOICES
     ]
-    for said, loses in (("*ahead*", ()), ("*ahead, if no sample may be lost*", LOSES)):
-        chosen = [choice for choice in CHOICES if choice.simulated not in loses]
-        lines.append([said, *(ahead(found, chosen, size) for size, _ in heads)])
+    ahead = [row for row in of(documents, "simulate") if row["metric"] == f"ahead_{metric}"]
+    for one in dict.fromkeys(row["job"] for row in ahead):
+        for among, said in PANELS.items():
+            at = {row[label]: row for row in ahead if (row["job"], row["among"]) == (one, among)}
+            lines.append([f"*ahead, {one}, {said}*", *(leader(at.get(size)) for size, _ in heads)])
     return (
         f"{grid(('method', *(head for _, head in heads)), 1, lines)}\n\nThe share of time that trains{job}, "
-        "by simulation: no cluster was used. In brackets: with all costs at the upper and the lower ends of "
-        f"their intervals. *{UNKNOWN}*: these overlap."
+        f"by simulation: no cluster was used. Of methods: of jobs with {profile}; in brackets with one group "
+        "of inputs at either end of its range. *Ahead*: the kind of method that is first at the likeliest "
+        "inputs, in bold where it is first over the whole range of all inputs, else with those that may be."
     )
 
 
 def ratio(row: Row | None) -> str:
-    """A ratio with its interval; "-" if it was not simulated."""
+    """A ratio with its range; "-" if it was not simulated."""
     return "-" if row is None else f"{row['value']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
 
 
-def ahead(found: Mapping[tuple[str, float], Row], chosen: Sequence[Choice], size: float) -> str:
-    """The method that no other reaches, wherever costs are in their intervals; or that one cannot tell."""
-    rows = {choice.name: row for choice in chosen if (row := found.get((choice.simulated, size))) is not None}
-    if not rows:
+def leader(row: Row | None) -> str:
+    """The kind that is ahead, bold if for certain, else with those that may be ahead as well."""
+    if row is None:
         return "-"
-    first = max(rows, key=lambda name: rows[name]["value"])
-    others = [row["high"] for name, row in rows.items() if name != first]
-    return first if all(high < rows[first]["low"] for high in others) else UNKNOWN
+    first, *others = row["candidates"].split(", ")
+    return f"{first} (or {', '.join(others)})" if others else f"**{first}**"
 
 
-def leads(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Panel of the map -> kind of method, or `UNKNOWN` -> cells in which it is ahead for certain.
+def leads(rows: Sequence[Row], metric: str) -> dict[tuple[str, str], dict[str, float]]:
+    """(profile of jobs, panel of its map) -> kind of method -> cells.
+
+    Args:
+        rows: Of the simulation.
+        metric: "cells_ahead" for certain, which has `UNKNOWN` as well, or "cells_first".
 
     Raises:
         Unknown: There is no map.
     """
-    found: dict[str, dict[str, float]] = {"all": {}, EXACT: {}}
+    found: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
-        if row["metric"] == "cells_ahead":
-            found.setdefault(row["among"], {})[row["method"]] = row["value"]
-    if not all(found.values()):
-        raise Unknown("cells_ahead")
+        if row["metric"] == metric:
+            found.setdefault((row["job"], row["among"]), {})[row["method"]] = row["value"]
+    if not found:
+        raise Unknown(metric)
     return found
 
 
 def verdicts(documents: Documents) -> str:
-    """What the map says, in sentences.
+    """What the map says: who is first by profile and panel, and what turns it.
 
     Raises:
         Unknown: There is no map.
     """
     rows = of(documents, "simulate")
-    lines: list[str] = []
-    for among, cells in leads(rows).items():
-        said = {"all": "Where samples may be lost", EXACT: "Where no sample may be lost"}.get(among)
-        said = said or f"Where samples may be lost, {among.removeprefix('all, ')}"
-        certain = sorted(((n, name) for name, n in cells.items() if n and name != UNKNOWN), reverse=True)
-        who = ", ".join(f"**{name}** leads {n:.0f}" for n, name in certain) or "no method leads any"
-        lines.append(
-            f"- **{said}**, of {sum(cells.values()):.0f} cells {who} for certain. "
-            f"In {cells[UNKNOWN]:.0f} one cannot tell."
-        )
-    lines.append(f"- *For certain* is within the intervals of what is measured or published. {chosen(rows)}")
-    for name in ("ecemb", "live copies", "Check-N-Run"):
-        certain, first, possible = (
-            value(rows, metric, method=name, among=EXACT)
-            for metric in ("cells_ahead", "cells_first", "cells_possible")
-        )
-        lines.append(
-            f"- **{name}**, where no sample may be lost: it leads {certain:.0f} cells for certain, "
-            f"{first:.0f} at the likeliest costs, and may lead {possible:.0f}."
-        )
-    return "\n".join([*lines, *turning(rows)])
+    certain, first = leads(rows, "cells_ahead"), leads(rows, "cells_first")
+    lines: list[list[str]] = []
+    for (job, among), cells in first.items():
+        sure = certain[job, among]
+        lines.append([job, PANELS[among], f"{sure[UNKNOWN]:.0f}", counted(sure, UNKNOWN), counted(cells)])
+    heads = ("jobs", "where", UNKNOWN, "first for certain", "first at the likeliest inputs")
+    return "\n\n".join([grid(heads, 2, lines, words=2), "\n".join(turning(rows))])
 
 
-def chosen(rows: Sequence[Row]) -> str:
-    """Names the inputs without an interval, which a verdict takes for exact."""
-    found = [row["what"] for row in rows if row["metric"] == "assumed" and row["marked"].startswith("chosen")]
-    return f"Chosen inputs count as exact there: {', '.join(found)}." if found else ""
+def counted(cells: Mapping[str, float], but: str = "") -> str:
+    """Kinds of methods with their cells, the most first."""
+    ranked = sorted(((n, name) for name, n in cells.items() if n and name != but), reverse=True)
+    return ", ".join(f"{name} {n:.0f}" for n, name in ranked) or "none"
 
 
 def turning(rows: Sequence[Row]) -> list[str]:
-    """The inputs that turn most cells, if one of them is halved or doubled."""
+    """The inputs that turn most cells of each profile, at the ends of their ranges."""
+    most: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["metric"] == "cells_turned" and row["among"] == EXACT:
+            of_job = most.setdefault(row["job"], {})
+            of_job[row["input"]] = max(row["value"], of_job.get(row["input"], 0.0))
     lines: list[str] = []
-    for among, where in (("all", "samples may be lost"), (EXACT, "no sample may be lost")):
-        most: dict[str, float] = {}
-        for row in rows:
-            if row["metric"] == "cells_turned" and row["among"] == among:
-                most[row["input"]] = max(row["value"], most.get(row["input"], 0.0))
-        ranked = sorted(most, key=lambda name: -most[name])[:3]
-        said = ", ".join(f"{name} ({most[name]:.0f})" for name in ranked)
-        if ranked:
-            lines.append(f"- **Cells that turn**, where {where}, if one input is halved or doubled: {said}.")
+    for job, cells in most.items():
+        ranked = sorted((name for name in cells if cells[name]), key=lambda name: -cells[name])[:3]
+        said = ", ".join(f"{name} ({cells[name]:.0f})" for name in ranked)
+        lines.append(f"- **{job}**, cells that turn where no sample may be lost: {said or 'none'}.")
     return lines
 
 

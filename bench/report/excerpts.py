@@ -72,6 +72,7 @@ _METHODS = (
     *("full, async", "Check-N-Run", "CPR", "snapshots x2"),
     *("ecemb (4, 3)", "ecemb (4, 3), window auto", "ecemb (6, 4), window auto"),
 )
+_PROFILE = ("processors, 0.25 s a step",)
 
 EXCERPTS: Mapping[str, tuple[Excerpt, ...]] = {
     "agreement": (
@@ -296,14 +297,15 @@ EXCERPTS: Mapping[str, tuple[Excerpt, ...]] = {
         Excerpt("Ranks that take part in the rebuild of one", ("rebuild_peers",), _RANKS, columns_of="code"),
     ),
     "simulate": (
-        Excerpt("Time that trains, by hosts", ("ettr_by_hosts",), {"method": _METHODS}),
-        Excerpt("Time that trains, on traces", ("ettr_on_trace",), {"method": _METHODS}),
+        Excerpt("Time that trains, by hosts", ("ettr_by_hosts",), {"method": _METHODS, "job": _PROFILE}),
+        Excerpt("Time that trains, on traces", ("ettr_on_trace",), {"method": _METHODS, "job": _PROFILE}),
         Excerpt("Cells of the map, by the kind of method that is ahead for certain", ("cells_ahead",)),
+        Excerpt("Cells of the map, by the kind that is ahead at the likeliest inputs", ("cells_first",)),
         Excerpt(
-            "Cells that turn if an input is halved or doubled",
+            "Cells that turn with an input at an end of its range",
             ("cells_turned",),
-            {"among": ("all",)},
-            columns_of="times",
+            {"among": ("that lose no samples",)},
+            columns_of="end",
         ),
         Excerpt(
             "Months that lose more than parity rebuilds, on a trace",

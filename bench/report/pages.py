@@ -74,7 +74,10 @@ PICTURES: dict[str, tuple[tuple[str, str, Draw], ...]] = {
             quantization_picture.draw,
         ),
     ),
-    "simulate": (("best-method.svg", "Which method is ahead, by faults and size", simulate_picture.draw),),
+    "simulate": (
+        ("best-method.svg", "Which method is ahead, by faults and size", simulate_picture.draw),
+        ("turning.svg", "What would turn it", simulate_picture.turning),
+    ),
 }
 """Question -> of each of its pictures the file, beside its page; what it shows; what draws it from rows."""
 

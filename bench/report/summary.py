@@ -8,7 +8,7 @@ from typing import Any
 from bench.questions.compare.families import NEXT
 from bench.questions.recovery.question import COLD, REPLACED, STAYS, WARM
 from bench.report import restarts
-from bench.report.choosing import EXACT, OURS, leads, measured
+from bench.report.choosing import EXACT, OURS, counted, leads, measured
 from bench.report.headlines import Documents, Unknown, cpr_base, of, value
 
 IN_WORDS = {
@@ -190,12 +190,9 @@ def of_scaling(documents: Documents) -> str:
 
 
 def of_simulate(documents: Documents) -> str:
-    found = leads(of(documents, "simulate"))
-    said = {
-        among: ", ".join(f"{name} {cells:.0f}" for name, cells in of_panel.items() if cells)
-        for among, of_panel in found.items()
-    }
-    return f"cells of the map that lead for certain: {said['all']}; without lost samples: {said[EXACT]}"
+    found = leads(of(documents, "simulate"), "cells_first")
+    said = [f"{job}: {counted(cells)}" for (job, among), cells in found.items() if among == EXACT]
+    return f"cells of the map, first at the likeliest inputs where no sample may be lost: {'; '.join(said)}"
 
 
 def of_quality(documents: Documents) -> str:

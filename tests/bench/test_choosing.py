@@ -12,48 +12,48 @@ from bench import RESULTS, ROOT
 from bench.harness.result import Row, once
 from bench.questions.simulate import methods as simulate_methods
 from bench.questions.simulate import question as simulate
+from bench.questions.simulate.inputs import inputs
+from bench.questions.simulate.profiles import PROFILES
+from bench.questions.simulate.verdicts import PANELS
 from bench.report import choosing, summary
 from bench.report.choosing import EXACT, UNKNOWN
 from bench.report.headlines import Unknown
 
+JOB = "slow steps"
+
 
 def simulated() -> list[dict[str, Any]]:
-    """CPR is ahead for certain on 16 hosts; on 64 its interval reaches others'."""
+    """CPR is ahead for certain on 16 hosts; on 64 ecemb may be."""
     rows: list[Row] = []
-    for hosts, reach in ((16, 0.01), (64, 0.2)):
+    for hosts, reach, candidates in ((16, 0.01, "CPR"), (64, 0.2, "CPR, ecemb")):
         for method, ettr in (("CPR", 0.99), ("ecemb (4, 3), window auto", 0.95), ("full", 0.90)):
-            labels = {"hosts": hosts, "method": method}
+            labels = {"job": JOB, "hosts": hosts, "method": method}
             rows.append(Row("ettr_by_hosts", ettr, "ratio", ettr - reach, ettr + reach / 10, 2, {**labels}))
-            labels = {"mtbf_h": 0.3, "method": method}
+            labels = {"job": JOB, "mtbf_h": 0.3, "method": method}
             rows.append(Row("ettr_by_mtbf", ettr, "ratio", ettr, ettr, 1, {**labels}))
-    for among, counts in (
-        ("all", {"CPR": 44, "ecemb": 0, UNKNOWN: 5}),
-        (EXACT, {"ecemb": 12, "live copies": 0, "Check-N-Run": 20, UNKNOWN: 17}),
+        labels = {"job": JOB, "hosts": hosts, "among": "all", "candidates": candidates}
+        rows.append(once("ahead_by_hosts", "ratio", 0.99, **labels))
+    for among, certain, first in (
+        ("all", {"CPR": 44, "ecemb": 0, UNKNOWN: 5}, {"CPR": 49}),
+        (EXACT, {"ecemb": 12, "Check-N-Run": 20, UNKNOWN: 17}, {"ecemb": 20, "Check-N-Run": 29}),
     ):
-        for name, cells in counts.items():
-            rows.append(once("cells_ahead", "cells", cells, among=among, method=name))
-            if among == EXACT and name != UNKNOWN:
-                rows.append(once("cells_first", "cells", cells + 1, among=among, method=name))
-                rows.append(once("cells_possible", "cells", cells + 9, among=among, method=name))
-    for name, cells in (("CPR", 46), (UNKNOWN, 3)):
-        rows.append(once("cells_ahead", "cells", cells, among="all, if CPR is free", method=name))
-    for name, marked in (("step", "chosen"), ("copy", "measured: compare.json"), ("restart", "chosen")):
-        rows.append(once("assumed", "s", 1.0, what=name, marked=marked))
-    for among, factor, cells in (("all", 0.5, 9), (EXACT, 0.5, 3), (EXACT, 2.0, 8)):
-        rows.append(once("cells_turned", "cells", cells, among=among, input="storage", times=factor))
+        for metric, counts in (("cells_ahead", certain), ("cells_first", first)):
+            for name, cells in counts.items():
+                rows.append(once(metric, "cells", cells, job=JOB, among=among, method=name))
+    for end, name, cells in (("cheap", "storage", 3), ("dear", "storage", 8), ("dear", "network", 0)):
+        rows.append(once("cells_turned", "cells", cells, job=JOB, among=EXACT, input=name, end=end))
     return [row.to_json() for row in rows]
 
 
 DOCUMENTS = [{"question": "simulate", "rows": simulated()}]
 
 
-def test_a_method_is_ahead_only_where_no_other_reaches_it() -> None:
+def test_a_method_is_ahead_for_certain_only_where_no_other_may_be() -> None:
     shown = choosing.shares(DOCUMENTS)
     ours = '**ecemb**, `window="auto"`'
     assert f"| {ours} | 0.95 (0.94 to 0.95) | 0.95 (0.75 to 0.97) | - |" in shown
-    assert "| *ahead* | partial recovery (CPR) | cannot tell | - |" in shown
-    assert f"| *ahead, if no sample may be lost* | {ours} | cannot tell | - |" in shown
-    assert "| *ahead* | partial recovery (CPR) | - |" in choosing.mtbfs(DOCUMENTS)
+    assert f"| *ahead, {JOB}, samples may be lost* | **CPR** | CPR (or ecemb) | - |" in shown
+    assert f"| {ours} | 0.95 (0.95 to 0.95) | - |" in choosing.mtbfs(DOCUMENTS)
     for table in (choosing.shares, choosing.mtbfs, choosing.verdicts):
         with pytest.raises(Unknown):
             table([])
@@ -62,27 +62,24 @@ def test_a_method_is_ahead_only_where_no_other_reaches_it() -> None:
 def test_the_page_begins_with_one_table_of_methods_that_are_simulated() -> None:
     page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     assert page.startswith("# Which method\n\n<!-- choices: compare -->\n")
-    costs = simulate_methods.costs(Path("no results"))
-    named = {method.name for method in simulate_methods.methods(simulate.JOB, costs)}
+    given = inputs(PROFILES[0], Path("no results"))
+    named = {method.name for method in simulate_methods.methods(PROFILES[0].job, given)}
     assert {choice.simulated for choice in choosing.CHOICES} <= named
     assert (choosing.SIZES, choosing.MTBF_H) == (simulate.SIZES, simulate.MTBF_H)
+    assert tuple(choosing.PANELS) == PANELS
 
 
-def test_sentences_carry_the_verdicts_of_the_map() -> None:
+def test_the_map_is_a_table_by_jobs_and_what_is_allowed() -> None:
     said = choosing.verdicts(DOCUMENTS)
-    assert "**Where samples may be lost**, of 49 cells **CPR** leads 44 for certain. In 5 one" in said
-    assert "of 49 cells **Check-N-Run** leads 20, **ecemb** leads 12 for certain. In 17 one" in said
+    assert f"| {JOB} | samples may be lost | 5 | CPR 44 | CPR 49 |" in said
     assert (
-        "**Where samples may be lost, if CPR is free**, of 49 cells **CPR** leads 46 for certain. In 3 one"
+        f"| {JOB} | no sample may be lost | 17 | Check-N-Run 20, ecemb 12 | Check-N-Run 29, ecemb 20 |"
         in said
     )
-    assert "Chosen inputs count as exact there: step, restart." in said
-    assert "it leads 12 cells for certain, 13 at the likeliest costs, and may lead 21." in said
-    assert "where samples may be lost, if one input is halved or doubled: storage (9)." in said
-    assert "where no sample may be lost, if one input is halved or doubled: storage (8)." in said
+    assert f"- **{JOB}**, cells that turn where no sample may be lost: storage (8)." in said
     assert summary.answer("simulate", DOCUMENTS) == (
-        "cells of the map that lead for certain: CPR 44, cannot tell 5; without lost samples: ecemb 12, "
-        "Check-N-Run 20, cannot tell 17"
+        "cells of the map, first at the likeliest inputs where no sample may be lost: "
+        f"{JOB}: Check-N-Run 29, ecemb 20"
     )
 
 

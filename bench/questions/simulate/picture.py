@@ -1,126 +1,143 @@
-"""The map: which method is ahead, by MTBF of the job and size of the model."""
+"""The map, which method is ahead by MTBF of the job and size of the model; and what would turn it.
+
+Must not know: how either was found.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench.harness.svg import EDGE, FAINT, FAMILIES, svg
+from bench.harness.svg import EDGE, FAINT, FAMILIES, plain, svg
+from bench.questions.simulate.methods import KINDS, kind
+from bench.questions.simulate.verdicts import ALL, CANNOT_TELL, EXACT, LEAN, PANELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LOOKS = {name: FAMILIES[name] for name in ("full", "Check-N-Run", "CPR", "snapshots", "live copies", "ecemb")}
-"""Kind of method, by how its name begins -> colour."""
 ECEMB = "ecemb"
-CANNOT_TELL = "cannot tell"
 HATCH = "#BBBBBB"
-SQUARE = 0.19
+SQUARE = 0.13
 """Width of a mark in a cell."""
+FAINTLY = 0.35
+STRONGEST = 6
+"""Inputs of a profile that are drawn."""
+NAMED = {ALL: "all methods", EXACT: "no sample may be lost", LEAN: "nor memory hold a second copy"}
 Rows = Sequence[Mapping[str, Any]]
 
 
-def kind(method: str) -> str:
-    """Returns the kind of a method: a key of `LOOKS`.
-
-    Raises:
-        KeyError: It is of none.
-    """
-    for name in LOOKS:
-        if method.startswith(name):
-            return name
-    raise KeyError(method)
-
-
 def draw(rows: Rows) -> str:
-    """Returns the picture as SVG: a panel for all methods, one for those that lose no samples.
+    """Returns the map as SVG: a line of panels for each profile of jobs.
 
     Args:
         rows: Of the question.
     """
     cells = [row for row in rows if row["metric"] == "best_ettr"]
-    choices = list(dict.fromkeys(row["among"] for row in cells))
+    jobs = list(dict.fromkeys(row["job"] for row in cells))
 
     def paint(figure: Figure) -> None:
         from matplotlib.patches import Patch
 
-        line = figure.subplots(1, len(choices), squeeze=False, sharey=True)[0]
-        for axes, among in zip(line, choices, strict=True):
-            panel(axes, [row for row in cells if row["among"] == among])
-            axes.set_title(title(among, [row for row in cells if row["among"] == among]), fontsize=8)
-        line[0].set_ylabel("tables, TB")
-        kinds = [name for name in LOOKS if any(name in candidates(row) for row in cells)]
-        marks = [Patch(facecolor=LOOKS[name], edgecolor=EDGE, label=name) for name in kinds]
-        said = f"{CANNOT_TELL}; marks: who may be ahead"
+        grid = figure.subplots(len(jobs), len(PANELS), squeeze=False, sharey=True, sharex=True)
+        for line, job in zip(grid, jobs, strict=True):
+            for axes, among in zip(line, PANELS, strict=True):
+                shown = [row for row in cells if (row["job"], row["among"]) == (job, among)]
+                panel(axes, shown)
+                axes.set_title(title(job, among, shown), fontsize=8)
+            line[0].set_ylabel("tables, TB")
+        for axes in grid[-1]:
+            axes.set_xlabel("hours between faults of the job")
+        kinds = [name for name in KINDS if any(name in candidates(row) for row in cells)]
+        marks = [Patch(facecolor=FAMILIES[name], edgecolor=EDGE, label=name) for name in kinds]
+        said = f"{CANNOT_TELL}: faint is the likeliest, marks who may be ahead as well"
         marks.append(Patch(facecolor="white", edgecolor=HATCH, hatch="////", label=said))
-        figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), frameon=False)
-        figure.text(
-            0.01,
-            0.925,
-            "Number: the share of time that trains, under the method ahead; the first mark is the likeliest",
-            fontsize=8,
-            color=FAINT,
-        )
+        figure.legend(handles=marks, loc="outside lower center", ncols=4, frameon=False)
 
-    return svg(paint, 9.4, 5.2, message(cells) + "\n")
+    return svg(paint, 9.4, 3.1 * len(jobs) + 0.8, message(cells) + "\n")
 
 
 def message(cells: Rows) -> str:
-    """What both panels say together."""
-    exact = [row for row in cells if row["among"] != "all"]
-    may = sum(ECEMB in candidates(row) for row in exact)
-    sure = sum(verdict(row) == ECEMB for row in exact)
+    """What all panels say together."""
+    sure = sum(row["verdict"] != CANNOT_TELL for row in cells)
+    kinds = [kind(row["method"]) for row in cells if row["among"] == EXACT]
+    most = max(KINDS, key=kinds.count)
     return (
-        f"Where no sample may be lost, ecemb may be ahead in {may} of {len(exact)} cells, and is for certain "
-        f"in {sure or 'none'}"
+        f"Over the whole range of inputs {sure or 'none'} of {len(cells)} cells has a sure winner; at the "
+        f"likeliest, {most} leads {kinds.count(most)} of {len(kinds)} where no sample may be lost"
     )
 
 
-def title(among: str, cells: Rows) -> str:
-    """What a panel shows in one line: who is ahead for certain, and where, if one is."""
-    certain = [verdict(row) for row in cells if verdict(row) != CANNOT_TELL]
-    leads = [f"{name} {certain.count(name)}" for name in LOOKS if name in certain]
-    named = "Samples may be lost" if among == "all" else "No sample may be lost"
-    return f"{named}: {', '.join(leads) or 'no method ahead in any'} of {len(cells)} cells"
-
-
-def verdict(row: Mapping[str, Any]) -> str:
-    """The kind that is ahead for certain, or `CANNOT_TELL`."""
-    return row.get("verdict", kind(row["method"]))
+def title(job: str, among: str, cells: Rows) -> str:
+    """A profile and a panel, and how many cells ecemb leads at the likeliest inputs."""
+    ours = sum(kind(row["method"]) == ECEMB for row in cells)
+    return f"{job}\n{NAMED[among]}: ecemb first in {ours} of {len(cells)}"
 
 
 def candidates(row: Mapping[str, Any]) -> list[str]:
     """The kinds that may be ahead in a cell, the likeliest first."""
-    return row.get("candidates", kind(row["method"])).split(", ")
+    return row["candidates"].split(", ")
 
 
 def panel(axes: Axes, cells: Rows) -> None:
-    """Draws one map: in each cell the kind that is ahead, or marks of those that may be, and the ETTR."""
+    """Draws one map: in each cell the kind that is ahead, and marks of others that may be."""
     from matplotlib.patches import Rectangle
 
     across = sorted({row["mtbf_h"] for row in cells})
     up = sorted({row["table_tb"] for row in cells})
     for row in cells:
         x, y = across.index(row["mtbf_h"]), up.index(row["table_tb"])
-        sure = verdict(row) != CANNOT_TELL
-        corner, named = (x - 0.5, y - 0.5), candidates(row)
-        colour = LOOKS[named[0]] if sure else "white"
-        axes.add_patch(Rectangle(corner, 1, 1, facecolor=colour, edgecolor="none"))
+        sure = row["verdict"] != CANNOT_TELL
+        corner, (first, *others) = (x - 0.5, y - 0.5), candidates(row)
+        alpha = 1.0 if sure else FAINTLY
+        axes.add_patch(Rectangle(corner, 1, 1, facecolor=FAMILIES[first], alpha=alpha, edgecolor="none"))
         if not sure:
             axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=HATCH, linewidth=0, hatch="////"))
-            left = x - SQUARE * len(named) / 2
-            for i, name in enumerate(named):
-                at = (left + SQUARE * i, y - 0.36)
-                axes.add_patch(
-                    Rectangle(at, SQUARE, 0.3, facecolor=LOOKS[name], edgecolor=EDGE, linewidth=0.5)
-                )
+        left = x - SQUARE * len(others) / 2
+        for i, name in enumerate(others):
+            at = (left + SQUARE * i, y - 0.4)
+            looks = {"facecolor": FAMILIES[name], "edgecolor": EDGE, "linewidth": 0.4}
+            axes.add_patch(Rectangle(at, SQUARE, 0.25, **looks))
         axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=EDGE, linewidth=0.5))
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.85}
-        place = y if sure else y + 0.2
-        axes.text(x, place, f"{row['value']:.2f}", ha="center", va="center", fontsize=7, bbox=box)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
+        axes.text(x, y + 0.15, f"{row['value']:.2f}", ha="center", va="center", fontsize=6, bbox=box)
     axes.set_xlim(-0.5, len(across) - 0.5)
     axes.set_ylim(-0.5, len(up) - 0.5)
     axes.set_xticks(range(len(across)), [f"{hours:g}" for hours in across])
     axes.set_yticks(range(len(up)), [f"{size:g}" for size in up])
-    axes.set_xlabel("hours between faults of the job")
+
+
+def turning(rows: Rows) -> str:
+    """Returns as SVG what it takes to turn the map: the strongest inputs of each profile.
+
+    Args:
+        rows: Of the question.
+    """
+    moved = [row for row in rows if row["metric"] == "cells_turned" and row["among"] == EXACT]
+    jobs = list(dict.fromkeys(row["job"] for row in moved))
+
+    def paint(figure: Figure) -> None:
+        line = figure.subplots(1, len(jobs), squeeze=False)[0]
+        for axes, job in zip(line, jobs, strict=True):
+            turned = {(row["input"], row["end"]): row["value"] for row in moved if row["job"] == job}
+            names = strongest(turned)[::-1]
+            for end, colour, sign in (("cheap", "#0072B2", -1), ("dear", "#E69F00", 1)):
+                axes.barh(names, [sign * turned[name, end] for name in names], color=colour, label=end)
+            axes.axvline(0, color=FAINT, linewidth=0.8)
+            plain(axes)
+            axes.set_title(job, fontsize=8)
+            most = max([1.0, *turned.values()])
+            axes.set_xticks([-most, 0, most], [f"{most:g}", "0", f"{most:g}"])
+            axes.set_xlabel("cells with another leader")
+        line[0].legend(frameon=False, loc="lower left", fontsize=7, title="end of the range")
+
+    said = "The inputs that turn most cells of the map, where no sample may be lost"
+    return svg(paint, 11, 2.6, said)
+
+
+def strongest(turned: Mapping[tuple[str, str], float]) -> list[str]:
+    """The inputs that turn most cells at either end of their ranges, the strongest first."""
+    most: dict[str, float] = {}
+    for (name, _), cells in turned.items():
+        most[name] = max(cells, most.get(name, 0.0))
+    return sorted(most, key=lambda name: -most[name])[:STRONGEST]

@@ -2,9 +2,12 @@
 
 An event simulation: faults of hosts and processes, drawn from a model or, with `--trace FILE`, replayed from
 real clusters (InfiniteHBD's JSON, or LANL's CSV with `--system N,M` or `--system all`), strike a training
-under each way of surviving. Who keeps whose parity is ecemb's own placement. No cluster was used: costs are
-measured on one machine, published, or chosen, and `assumed` says which is which. Where closed formulas hold,
-the simulation must be within 2 % of them, or there is no answer.
+under each way of surviving. Who keeps whose parity is ecemb's own placement. No cluster was used: inputs are
+measured on one machine, published, derived or chosen, and `assumed` says which, with the range of each.
+Where closed formulas hold, the simulation must be within 2 % of them, or there is no answer.
+
+`job` is a profile of jobs: tables in host memory whose training keeps all processors busy, at 0.25 s a step,
+and two of tables on GPUs, whose costs are those of `ecemb plan`: nothing of them was measured on a device.
 
 Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times as many dead processes
 (published: DLRover), and in one of nine times several hosts at once, in sizes as in that trace.
@@ -13,8 +16,9 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
   code, not checked against the paper), and the planner's chance of loss.
 - `ettr`: effective training-time ratio, what was trained over the time it took: the mean of several months.
   Faults "exponential"; "gamma 0.5": the same rate in swarms. In brackets: the worst and the best month.
-- `ettr_by_hosts`, `ettr_by_mtbf`: the same; in brackets with all costs at the upper and at the lower end of
-  their intervals. The latter is of 128 hosts, by hours between faults of the job.
+- `ettr_by_hosts`, `ettr_by_mtbf`: the same; in brackets the least and the most with one group of inputs at
+  either end of its range. The latter is of 128 hosts, by hours between faults of the job. `ahead_by_hosts`,
+  `ahead_by_mtbf`: the method that is ahead, as in the map below.
 - `steps_run_again`: per fault. `samples_lost_pct`: what failed servers forgot, CPR's PLS.
 - `ettr_on_trace`, `steps_run_again_on_trace`, `samples_lost_on_trace_pct`: the same for the hosts that a
   trace loses, with processes that die as many times more often as in the model. Each method saves at its own
@@ -25,32 +29,32 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
   ranks were given to hosts so that racks take turns. `strike` says where hosts are that fail together:
   anywhere; or by rack: in one rack of 8, and those of a larger burst in the next one too. The trace does not
   record it.
-- `best_ettr`: the picture; the method with the highest `ettr` on 128 hosts, and how far it is ahead of the
-  best that isn't of its kind. All methods meet the same faults.
-- `cells_ahead`: cells of that map in which a kind is ahead for certain: no other kind reaches it, wherever
-  the costs are in their intervals; else `cannot tell`. `cells_first`: in which it is ahead where all costs
-  have their likeliest values; `cells_possible`: in which it may be; `cells_second`: in which it is then the
-  best that isn't of the winner's kind; `most_behind`: how far it is then behind, at most. By panel; `method`
-  is the kind. CPR loses no samples where its controller chooses full recovery.
-  The panels "all, if ..." are of the same map with one input that stands elsewhere: CPR's steps cost
-  nothing, as its paper has it, where the repository's copy of CPR keeps dense state in each step, since
-  torchrun ends survivors as well; snapshots are copied at the speed that `compare` measures of a save's copy,
-  in place of a chosen one.
-- `cells_turned`: cells of the map where another kind is ahead if an input is halved or doubled;
-  `cells_to_ecemb`: where ecemb is ahead then. At the likeliest values, with fewer faults.
+- `best_ettr`: the map, on 128 hosts; the method with the highest `ettr` at the likeliest inputs, and how far
+  it is ahead of the best that isn't of its kind. All methods meet the same faults. `among`: all; those that
+  lose no samples (CPR loses none where its controller chooses full recovery); of these, those that keep no
+  second copy of the tables in memory. `verdict`: the kind of this method, if it is also ahead of each other
+  kind where the inputs stand worst for it against that kind, over the whole range of each; else
+  `cannot tell`. `candidates`: all kinds that may be ahead.
+- `cells_ahead`: cells of the map in which a kind is ahead for certain, or `cannot tell`. `cells_first`: in
+  which it is ahead at the likeliest inputs; `cells_possible`: in which it may be; `cells_second`: in which it
+  is then the best that isn't of the winner's kind; `most_behind`: how far it is then behind, at most.
+- `cells_turned`: cells of the map where another kind is ahead if one group of inputs stands at the cheap or
+  at the dear end of its range, and all others are likeliest; `cells_to_ecemb`: where ecemb is ahead then.
 - `hours_to_failure`: what a percentage of the failures of a job on 16 hosts come within, since the start or
   the failure before: by traces, of hosts alone and with dead processes as in the model; and of Check-N-Run's
   jobs (its figure 3, as recalled), which fail of all causes.
 - `trace_faults`: that the trace has; `skipped` of its lines or events could not be read.
-- `assumed`: the inputs of the simulation, and their sources; in brackets the interval of 95 %, or the range
-  that is published. The cost of a step has a part per step, one per commit, one per touched row, and one per
-  touched row and block of parity, fitted to the answer to `overhead` with TorchRec's tables, on 4 ranks. They
-  are known together better than each by itself: at the ends of costs, above, their sum is at those of its
-  interval. With more ranks, a commit costs as much, or more with the logarithm of their number. In a window
-  fewer rows are touched, as in the setting in which they come again least. Live copies are sent in each step:
-  a rank that is lost within a window of copies alone would go back alone; with the transactions that prevent
-  it they are ecemb's `Code(2, 1)`. Copies to memory are of a rank, in processor time, from the stalls of
-  saves in `compare`. What is added to a restart is rather too much: 256 MiB of lost memory are rebuilt in it.
+- `assumed`: the inputs of the simulation, and their sources; in brackets the range of each: the interval of
+  95 % of what is measured, what is published, or what is plausible. CPR does nothing between saves, as its
+  paper has it, and at most what the repository's copy of it takes. The cost of a step has a part per step,
+  one per commit, one per touched row, and one per touched row and block of parity, fitted to the answers to
+  `overhead` of two machines with TorchRec's tables, on 4 ranks. They are known together better than each by
+  itself: their sum is at the ends of its own interval. With more ranks, a commit costs as much, or more with
+  the logarithm of their number. In a window fewer rows are touched, as in the setting in which they come
+  again least. Live copies are sent in each step: a rank that is lost within a window of copies alone would
+  go back alone; with the transactions that prevent it they are ecemb's `Code(2, 1)`. Copies to memory are of
+  a rank, in processor time, from the stalls of saves in `compare`. Increments are derived from what IncrCP
+  and LowDiff describe, and were not measured.
 """
 
 from __future__ import annotations
@@ -74,10 +78,11 @@ from bench.questions.simulate.faults import (
     replayed,
     sets_by_size,
 )
-from bench.questions.simulate.methods import FREE, Cost, costs, measured, methods, rows_of
-from bench.questions.simulate.picture import CANNOT_TELL, LOOKS, kind
-from bench.questions.simulate.step_cost import TERMS
+from bench.questions.simulate.inputs import Inputs, inputs
+from bench.questions.simulate.methods import KINDS, as_given, kind, methods
+from bench.questions.simulate.profiles import PROFILES, Profile
 from bench.questions.simulate.training import Method, Outcome, train
+from bench.questions.simulate.verdicts import CANNOT_TELL, PANELS, Case, Verdict, judge, leader
 from ecemb.coding.code import Code
 from ecemb.errors import PlacementError
 from ecemb.tools.cost import MONTH_H, Odds, estimate, host_recovery_s, placed
@@ -99,49 +104,10 @@ SHAPED = 256
 """Hosts of the job whose faults also come in swarms, and, as many as fit, from the trace."""
 MTBF_H = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TABLES_TB = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-MAP_HOSTS = 128
-MAP_FAULTS, QUICK_MAP_FAULTS = 1000, 30
-ENDS = ("value", "cheap", "dear")
-"""Of the costs' intervals."""
-TURNED: dict[str, tuple[str, ...]] = {
-    "ecemb's cost of a step": tuple(f"ecemb: {name}" for name in TERMS),
-    "copies' cost of a step": tuple(f"copies: {name}" for name in TERMS),
-    "Check-N-Run's volume and storage": ("Check-N-Run's volume", "Check-N-Run's storage"),
-    "storage": ("storage",),
-    "copy to memory": ("copy", "snapshots' copy", "Check-N-Run's copy"),
-    "what rivals do in each step": ("CPR: step", "Check-N-Run: step"),
-    "CPR's PLS target": ("CPR's PLS target",),
-    "network": (),
-    "restart": (),
-    "touched rows": (),
-    "length of a step": (),
-}
-"""Inputs that are halved and doubled -> the costs that they are."""
-ON_JOB = {
-    "network": "network_bytes_per_s",
-    "restart": "restart_s",
-    "touched rows": "batch",
-    "length of a step": "step_s",
-}
-"""Inputs of the job -> its attribute."""
-REPLACED: dict[str, dict[str, str]] = {
-    "if CPR does nothing between saves": {"CPR: step": FREE},
-    "if snapshots are copied as fast as measured": {"snapshots' copy": "copy"},
-}
-"""Panels of the map beside "all" -> cost -> the cost that it has there."""
-TURNED_FAULTS, QUICK_TURNED_FAULTS = 200, 5
-JOB = Job(
-    hosts=MAP_HOSTS,
-    ranks_per_host=8,
-    table_bytes=MAP_HOSTS * 64e9,
-    batch=1e4,
-    features=1,
-    skew=0.0,
-    row_bytes=516,
-    step_s=0.25,
-    network_bytes_per_s=12.5e9,
-)
-"""A host has 64 GB of tables and a network of 100 Gbit/s."""
+MAP_FAULTS, QUICK_MAP_FAULTS = 300, 10
+COLUMN_MONTHS = 3
+"""That are simulated for each number of hosts, at each end of each input."""
+QUICK_MTBF_H, QUICK_TABLES_TB = MTBF_H[1::3], TABLES_TB[1::3]
 
 
 def run(arguments: Arguments) -> list[Row]:
@@ -151,24 +117,25 @@ def run(arguments: Arguments) -> list[Row]:
         BadFile: `--trace` is no trace that is known, or has too few nodes.
         WrongResult: The simulation is too far from a formula.
     """
-    quick = arguments.quick
+    quick, seed = arguments.quick, arguments.seed
     traces = [trace for path in arguments.traces for trace in read(path, arguments.system)]
-    all_costs = costs(arguments.results)
-    job = measured(JOB, all_costs)
-    rows = checks(QUICK_FAULTS if quick else FAULTS, arguments.seed, 5 * CLOSE if quick else CLOSE)
-    rows += trainings(job, all_costs, quick=quick, seed=arguments.seed)
-    rows += within_costs(job, all_costs, quick=quick, seed=arguments.seed)
-    rows += on_traces(job, all_costs, traces, quick=quick, seed=arguments.seed)
-    rows += hours_to_failure(job, traces, QUICK_MONTHS if quick else MONTHS, arguments.seed)
+    rows = checks(QUICK_FAULTS if quick else FAULTS, seed, 5 * CLOSE if quick else CLOSE)
+    by_profile = {profile: inputs(profile, arguments.results) for profile in PROFILES}
+    for profile, given in by_profile.items():
+        rows += trainings(profile, given, quick=quick, seed=seed)
+        rows += on_traces(profile, given, traces, quick=quick, seed=seed)
+        rows += in_columns(profile, given, quick=quick, seed=seed)
+    (first, given), *_ = by_profile.items()
+    job = as_given(first.job, given)
+    rows += hours_to_failure(job, traces, QUICK_MONTHS if quick else MONTHS, seed)
     rows += losses(job, QUICK_SIZES if quick else SIZES)
     rows += map(said, traces)
     for trace in traces:
-        rows += losses_of_trace(job, trace, QUICK_REPLAYED_H if quick else REPLAYED_H, arguments.seed)
-    faults = QUICK_MAP_FAULTS if quick else MAP_FAULTS
-    cells = list(best(job, all_costs, faults, arguments.seed))
-    others = replaced(job, all_costs, faults, arguments.seed)
-    tried = turned(job, all_costs, QUICK_TURNED_FAULTS if quick else TURNED_FAULTS, arguments.seed)
-    return [*rows, *cells, *by_metric([*places([*cells, *others]), *tried]), *rows_of(all_costs, job)]
+        rows += losses_of_trace(job, trace, QUICK_REPLAYED_H if quick else REPLAYED_H, seed)
+    for profile, given in by_profile.items():
+        rows += mapped(profile, given, quick=quick, seed=seed)
+        rows += assumed(profile, given)
+    return by_metric(rows)
 
 
 def said(trace: Trace) -> Row:
@@ -190,66 +157,60 @@ def sized(job: Job, hosts: int) -> Job:
     return replace(job, hosts=hosts, table_bytes=hosts * job.table_bytes / job.hosts)
 
 
-def trainings(base: Job, all_costs: Mapping[str, Cost], *, quick: bool, seed: int) -> list[Row]:
+def trainings(profile: Profile, given: Inputs, *, quick: bool, seed: int) -> Iterator[Row]:
     """ETTR, steps run again and lost samples of all methods, by number of hosts and kind of faults."""
     months = QUICK_MONTHS if quick else MONTHS
-    rows: list[Row] = []
     for hosts in QUICK_SIZES if quick else SIZES:
-        job = sized(base, hosts)
+        job = sized(profile.job, hosts)
         for arrivals in list(SHAPES) if hosts == SHAPED else ["exponential"]:
             rngs = [np.random.default_rng((seed + month, hosts)) for month in range(months)]
-            given = [drawn(job, MONTH_H, rng, SHAPES[arrivals]) for rng in rngs]
-            for method in methods(job, all_costs):
-                outcomes = [train(method, faults, MONTH_H, hosts=hosts, ranks=job.ranks) for faults in given]
-                labels: dict[str, Label] = {"hosts": hosts, "faults": arrivals, "method": method.name}
-                rows += _rows(method, job, outcomes, labels)
-    return by_metric(rows)
+            struck = [drawn(job, MONTH_H, rng, SHAPES[arrivals]) for rng in rngs]
+            for method in methods(job, given):
+                outcomes = [train(method, faults, MONTH_H, hosts=hosts, ranks=job.ranks) for faults in struck]
+                labels: dict[str, Label] = {"job": profile.name, "hosts": hosts, "faults": arrivals}
+                yield from _rows(method, job, outcomes, labels | {"method": method.name})
 
 
-def within_costs(base: Job, all_costs: Mapping[str, Cost], *, quick: bool, seed: int) -> list[Row]:
-    """ETTR by number of hosts, and by MTBF, with the costs at both ends of their intervals."""
-    months = QUICK_MONTHS if quick else MONTHS
-    jobs: list[tuple[str, Label, Job, float, int]] = [
-        ("ettr_by_hosts", hosts, sized(base, hosts), MONTH_H, months)
+def in_columns(profile: Profile, given: Inputs, *, quick: bool, seed: int) -> Iterator[Row]:
+    """ETTR by number of hosts, and by MTBF, and who is ahead, over the ranges of inputs."""
+    months, faults = (QUICK_MONTHS, QUICK_MAP_FAULTS) if quick else (COLUMN_MONTHS, MAP_FAULTS)
+    cases: list[tuple[str, Label, Job, float, int]] = [
+        ("hosts", hosts, sized(profile.job, hosts), MONTH_H, months)
         for hosts in (QUICK_SIZES if quick else SIZES)
     ]
-    faults = QUICK_MAP_FAULTS if quick else MAP_FAULTS
-    jobs += [("ettr_by_mtbf", hours, replace(base, mtbf_h=hours), faults * hours, 1) for hours in MTBF_H]
-    rows: list[Row] = []
-    for metric, size, job, hours, draws in jobs:
+    cases += [
+        ("mtbf_h", hours, replace(profile.job, mtbf_h=hours), faults * hours, 1)
+        for hours in (QUICK_MTBF_H if quick else MTBF_H)
+    ]
+    for label, size, job, hours, draws in cases:
         rngs = [np.random.default_rng((seed + draw, job.hosts)) for draw in range(draws)]
-        given = [drawn(job, hours, rng) for rng in rngs]
-        found: dict[str, list[float]] = {}
-        for end in ENDS:
-            for method in methods(job, {name: one.at(end) for name, one in all_costs.items()}):
-                ettrs = [train(method, one, hours, hosts=job.hosts, ranks=job.ranks).ettr for one in given]
-                found.setdefault(method.name, []).append(mean(ettrs))
-        label = "hosts" if metric == "ettr_by_hosts" else "mtbf_h"
-        for name, ends in found.items():
-            labels: dict[str, Label] = {label: size, "method": name}
-            rows.append(Row(metric, ends[0], "ratio", min(ends), max(ends), draws, labels))
-    return by_metric(rows)
+        verdict = judge(Case(job, given, [drawn(job, hours, rng) for rng in rngs], hours))
+        labels: dict[str, Label] = {"job": profile.name, label: size}
+        on = label.removesuffix("_h")
+        for name, ettr in verdict.ettrs.items():
+            low, high = verdict.ranges[name]
+            yield Row(f"ettr_by_{on}", ettr, "ratio", low, high, draws, labels | {"method": name})
+        for among in PANELS:
+            yield _ahead(f"ahead_by_{on}", verdict, among, labels)
 
 
 def on_traces(
-    base: Job, all_costs: Mapping[str, Cost], traces: Sequence[Trace], *, quick: bool, seed: int
-) -> list[Row]:
+    profile: Profile, given: Inputs, traces: Sequence[Trace], *, quick: bool, seed: int
+) -> Iterator[Row]:
     """The same on the faults of traces, each for a job of as many hosts as one can have."""
-    rows: list[Row] = []
     for trace in traces:
         hosts = max(size for size in SIZES if size <= min(SHAPED, trace.nodes))
-        job = at_rate(trace, sized(base, hosts))
-        given: list[list[Fault]] = []
+        job = at_rate(trace, sized(profile.job, hosts))
+        struck: list[list[Fault]] = []
         for month in range(QUICK_MONTHS if quick else MONTHS):
             rng = np.random.default_rng((seed + month, hosts))
             died = drawn(replace(job, mtbf_h=1 / job.process_faults_per_h, host_share=0), trace.hours, rng)
             lost = replayed(trace, job, rng, by_rack=False)
-            given.append(sorted([*died, *lost], key=lambda fault: fault.hour))
-        for method in methods(job, all_costs):
-            outcomes = [train(method, faults, trace.hours, hosts=hosts, ranks=job.ranks) for faults in given]
-            labels: dict[str, Label] = {"trace": trace.name, "hosts": hosts, "method": method.name}
-            rows += _rows(method, job, outcomes, labels, "_on_trace")
-    return by_metric(rows)
+            struck.append(sorted([*died, *lost], key=lambda fault: fault.hour))
+        for method in methods(job, given):
+            outcomes = [train(method, faults, trace.hours, hosts=hosts, ranks=job.ranks) for faults in struck]
+            labels: dict[str, Label] = {"job": profile.name, "trace": trace.name, "hosts": hosts}
+            yield from _rows(method, job, outcomes, labels | {"method": method.name}, "_on_trace")
 
 
 def hours_to_failure(base: Job, traces: Sequence[Trace], draws: int, seed: int) -> Iterator[Row]:
@@ -360,96 +321,79 @@ def _loss(metric: str, code: Code, spread: str, hosts: int, strike: str, chance:
     )
 
 
-def best(
-    base: Job, all_costs: Mapping[str, Cost], faults: int, seed: int, ends: Sequence[str] = ENDS
-) -> Iterator[Row]:
-    """The map: the highest ETTR by MTBF and size, of all methods and of those that lose no samples.
-
-    A method's ETTR goes from where all costs are at the dear end of their intervals to where all are at the
-    cheap end. The best is ahead for certain if no method of another kind reaches it.
-    """
-    by_end = [{name: one.at(end) for name, one in all_costs.items()} for end in ends]
-    for mtbf_h in MTBF_H:
-        job = replace(base, mtbf_h=mtbf_h)
-        hours = faults * mtbf_h
-        struck = drawn(job, hours, np.random.default_rng(seed))
-        for table_tb in TABLES_TB:
-            job = replace(job, table_bytes=table_tb * 1e12)
-            ettrs: dict[str, list[float]] = {}
-            loses: set[str] = set()
-            for costs_ in by_end:
-                for method in methods(job, costs_):
-                    outcome = train(method, struck, hours, hosts=job.hosts, ranks=job.ranks)
-                    ettrs.setdefault(method.name, []).append(outcome.ettr)
-                    loses |= {method.name} if method.back == "failed" else set()
-            for among in ("all", "that lose no samples"):
-                chosen = {name: one for name, one in ettrs.items() if among == "all" or name not in loses}
-                yield _cell(chosen, {"among": among, "mtbf_h": mtbf_h, "table_tb": table_tb})
+def mapped(profile: Profile, given: Inputs, *, quick: bool, seed: int) -> Iterator[Row]:
+    """The map of a profile, by MTBF and size, and what would turn it."""
+    faults = QUICK_MAP_FAULTS if quick else MAP_FAULTS
+    cells: list[tuple[dict[str, Label], Verdict]] = []
+    for mtbf_h in QUICK_MTBF_H if quick else MTBF_H:
+        job, hours = replace(profile.job, mtbf_h=mtbf_h), faults * mtbf_h
+        struck = [drawn(job, hours, np.random.default_rng(seed))]
+        for table_tb in QUICK_TABLES_TB if quick else TABLES_TB:
+            case = Case(replace(job, table_bytes=table_tb * 1e12), given, struck, hours)
+            labels: dict[str, Label] = {"job": profile.name, "mtbf_h": mtbf_h, "table_tb": table_tb}
+            cells.append((labels, judge(case)))
+    for among in PANELS:
+        rows = [_ahead("best_ettr", verdict, among, labels) for labels, verdict in cells]
+        yield from rows
+        yield from places(rows, {"job": profile.name, "among": among})
+        yield from turned([verdict for _, verdict in cells], profile.name, among)
 
 
-def _cell(ettrs: Mapping[str, Sequence[float]], labels: dict[str, Label]) -> Row:
-    ranked = sorted(ettrs, key=lambda name: -ettrs[name][0])
-    winner = ranked[0]
-    low, high = min(ettrs[winner]), max(ettrs[winner])
-    others = [name for name in ranked if kind(name) != kind(winner)]
-    near = list(dict.fromkeys(kind(name) for name in others if max(ettrs[name]) >= low))
-    labels |= {
+def _ahead(metric: str, verdict: Verdict, among: str, labels: Mapping[str, Label]) -> Row:
+    """The method that is ahead in a panel, with the verdict."""
+    ettrs = verdict.panel(among)
+    ranked = sorted(ettrs, key=lambda name: -ettrs[name])
+    winner, second = ranked[0], next(name for name in ranked if kind(name) != kind(ranked[0]))
+    said: dict[str, Label] = {
+        "among": among,
         "method": winner,
-        "second": others[0],
-        "ahead": ettrs[winner][0] - ettrs[others[0]][0],
-        "verdict": CANNOT_TELL if near else kind(winner),
-        "candidates": ", ".join([kind(winner), *near]),
+        "second": second,
+        "ahead": ettrs[winner] - ettrs[second],
+        "verdict": verdict.certain[among],
+        "candidates": ", ".join(verdict.candidates[among]),
     }
-    return Row("best_ettr", ettrs[winner][0], "ratio", low, high, 1, labels)
+    return Row(metric, ettrs[winner], "ratio", *verdict.ranges[winner], 1, {**labels, **said})
 
 
-def replaced(base: Job, all_costs: Mapping[str, Cost], faults: int, seed: int) -> Iterator[Row]:
-    """The cells of the map of all methods, once for each of `REPLACED`."""
-    for panel, costs_ in REPLACED.items():
-        changed = {**all_costs, **{name: all_costs[other] for name, other in costs_.items()}}
-        for cell in best(base, changed, faults, seed):
-            if cell.labels["among"] == "all":
-                yield replace(cell, labels={**cell.labels, "among": f"all, {panel}"})
+def turned(verdicts: Sequence[Verdict], job: str, among: str) -> Iterator[Row]:
+    """What would turn a panel: cells whose best kind is another, with one group of inputs at an end."""
+    before = [leader(verdict.panel(among)) for verdict in verdicts]
+    for group, end in verdicts[0].moved:
+        after = [verdict.moved[group, end][among] for verdict in verdicts]
+        labels: dict[str, Label] = {"job": job, "among": among, "input": group, "end": end}
+        turns = sum(old != new for old, new in zip(before, after, strict=True))
+        yield once("cells_turned", "cells", turns, **labels)
+        yield once("cells_to_ecemb", "cells", sum(new == "ecemb" for new in after), **labels)
 
 
-def turned(base: Job, all_costs: Mapping[str, Cost], faults: int, seed: int) -> Iterator[Row]:
-    """What would turn the map: cells whose best kind is another, if one input is halved or doubled."""
-    before = list(best(base, all_costs, faults, seed, ENDS[:1]))
-    for name, factor in ((name, factor) for name in TURNED for factor in (0.5, 2.0)):
-        job = base
-        changed = dict(all_costs)
-        if name in ON_JOB:
-            job = replace(job, **{ON_JOB[name]: getattr(job, ON_JOB[name]) * factor})
-        for cost in TURNED[name]:
-            changed[cost] = replace(changed[cost], value=changed[cost].value * factor)
-        after = list(best(job, changed, faults, seed, ENDS[:1]))
-        for among in ("all", "that lose no samples"):
-            pairs = [
-                (kind(str(old.labels["method"])), kind(str(new.labels["method"])))
-                for old, new in zip(before, after, strict=True)
-                if old.labels["among"] == among
-            ]
-            labels: dict[str, Label] = {"among": among, "input": name, "times": factor}
-            yield once("cells_turned", "cells", sum(old != new for old, new in pairs), **labels)
-            yield once("cells_to_ecemb", "cells", sum(new == "ecemb" for _, new in pairs), **labels)
+def places(panel: Sequence[Row], labels: Mapping[str, Label]) -> Iterator[Row]:
+    """In how many cells of a panel each kind is ahead for certain, first or second."""
+    for name in (*KINDS, CANNOT_TELL):
+        certain = sum(row.labels["verdict"] == name for row in panel)
+        yield once("cells_ahead", "cells", certain, **labels, method=name)
+    for name in KINDS:
+        of_kind = {**labels, "method": name}
+        behind = [row.labels["ahead"] for row in panel if kind(str(row.labels["second"])) == name]
+        first = sum(kind(str(row.labels["method"])) == name for row in panel)
+        possible = sum(name in str(row.labels["candidates"]).split(", ") for row in panel)
+        yield once("cells_first", "cells", first, **of_kind)
+        yield once("cells_possible", "cells", possible, **of_kind)
+        yield once("cells_second", "cells", len(behind), **of_kind)
+        if behind:
+            yield once("most_behind", "ratio", max(map(float, behind)), **of_kind)
 
 
-def places(cells: Sequence[Row]) -> Iterator[Row]:
-    """In how many cells of the map each kind is ahead for certain, first or second, by panel."""
-    panels: dict[Label, list[Row]] = {}
-    for cell in cells:
-        panels.setdefault(cell.labels["among"], []).append(cell)
-    for among, panel in panels.items():
-        for name in (*LOOKS, CANNOT_TELL):
-            certain = sum(row.labels["verdict"] == name for row in panel)
-            yield once("cells_ahead", "cells", certain, among=among, method=name)
-        for name in LOOKS:
-            labels = {"among": among, "method": name}
-            behind = [row.labels["ahead"] for row in panel if kind(str(row.labels["second"])) == name]
-            first = sum(kind(str(row.labels["method"])) == name for row in panel)
-            possible = sum(name in str(row.labels["candidates"]).split(", ") for row in panel)
-            yield once("cells_first", "cells", first, **labels)
-            yield once("cells_possible", "cells", possible, **labels)
-            yield once("cells_second", "cells", len(behind), **labels)
-            if behind:
-                yield once("most_behind", "ratio", max(map(float, behind)), **labels)
+def assumed(profile: Profile, given: Inputs) -> Iterator[Row]:
+    """The numbers that the simulation of a profile stands on: its inputs, and the job's own."""
+    job = profile.job
+    own = (
+        ("tables on a host", job.table_bytes / job.hosts / 1e9, "GB", "chosen; the map has others"),
+        ("faults that take a host", job.host_share, "of all", "published: DLRover"),
+        ("of those, several at once", job.burst_share, "of all", "derived from InfiniteHBD's trace"),
+        ("step", job.step_s, "s", "chosen; other profiles have others"),
+        ("rows of a step", job.changed_rows(), "different rows of a rank", profile.rows_of),
+    )
+    for name, one in given.items():
+        yield one.row(name, profile.name)
+    for name, value, unit, source in own:
+        yield once("assumed", unit, value, what=name, marked=source, job=profile.name)

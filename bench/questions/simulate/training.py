@@ -17,14 +17,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.questions.simulate.faults import Fault
-from ecemb.tools.cost import Odds
 
 Back = Literal["none", "failed", "all"]
+
+
+class Lost(Protocol):
+    """What memory can't give back, as `ecemb.tools.cost.Odds` has it."""
+
+    def broken(self, lost: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each of some sets of hosts, int64 [sets, hosts], is more than memory gives back."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Method:
     interval_h: float = math.inf
     save_h: float = 0.0
     lag_h: float = 0.0
-    odds: Odds | None = None
+    odds: Lost | None = None
     durable_interval_h: float = math.inf
     durable_h: float = 0.0
 
