@@ -356,8 +356,10 @@ def test_the_readme_says_who_is_first_in_the_simulation() -> None:
     (leader, cells), *_ = first["all"].most_common()
     assert leader == "CPR" and cells > 0.8 * first["all"].total()
     assert first["that lose no samples"].most_common()[0][0] == "snapshots"
-    certain = sum(row["value"] for row in rows if row["metric"] == "cells_ahead" and row["method"] == "cannot tell")
-    assert certain > 0.9 * sum(counts.total() for counts in first.values())
+    open_ = sum(
+        row["value"] for row in rows if row["metric"] == "cells_ahead" and row["method"] == "cannot tell"
+    )
+    assert open_ > 0.8 * sum(counts.total() for counts in first.values())
 
 
 def test_the_claim_of_the_readme_has_its_numbers_from_a_run() -> None:

@@ -149,7 +149,7 @@ def methods(job: Job, given: Inputs, spread: str = "host") -> list[Method]:
     ]
 
     def durable(lost_per_h: float) -> dict[str, Any]:
-        """The tier below what is in memory, for so many losses of it."""
+        """The tier below what is in memory, for this rate of losses of it."""
         most_h = value["between durable saves"]
         every_h = max(min(young(copy_h, 1 / lost_per_h) if lost_per_h else most_h, most_h), store_h)
         return {"durable_interval_h": every_h, "durable_h": replace_h + restart_h + store_h}

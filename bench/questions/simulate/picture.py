@@ -23,7 +23,7 @@ SQUARE = 0.13
 FAINTLY = 0.35
 STRONGEST = 6
 """Inputs of a profile that are drawn."""
-NAMED = {ALL: "all methods", EXACT: "no sample may be lost", LEAN: "nor memory hold a second copy"}
+NAMED = {ALL: "all methods", EXACT: "no sample may be lost", LEAN: "nor a second copy kept"}
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -60,12 +60,7 @@ def draw(rows: Rows) -> str:
 def message(cells: Rows) -> str:
     """What all panels say together."""
     sure = sum(row["verdict"] != CANNOT_TELL for row in cells)
-    kinds = [kind(row["method"]) for row in cells if row["among"] == EXACT]
-    most = max(KINDS, key=kinds.count)
-    return (
-        f"Over the whole range of inputs {sure or 'none'} of {len(cells)} cells has a sure winner; at the "
-        f"likeliest, {most} leads {kinds.count(most)} of {len(kinds)} where no sample may be lost"
-    )
+    return f"{sure or 'None'} of {len(cells)} cells have a sure winner over the whole range of inputs"
 
 
 def title(job: str, among: str, cells: Rows) -> str:
@@ -129,10 +124,12 @@ def turning(rows: Rows) -> str:
             most = max([1.0, *turned.values()])
             axes.set_xticks([-most, 0, most], [f"{most:g}", "0", f"{most:g}"])
             axes.set_xlabel("cells with another leader")
-        line[0].legend(frameon=False, loc="lower left", fontsize=7, title="end of the range")
+        handles, labels = line[0].get_legend_handles_labels()
+        labels = [f"at the {label} end of its range" for label in labels]
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
 
     said = "The inputs that turn most cells of the map, where no sample may be lost"
-    return svg(paint, 11, 2.6, said)
+    return svg(paint, 11, 2.8, said + "\n")
 
 
 def strongest(turned: Mapping[tuple[str, str], float]) -> list[str]:
@@ -140,4 +137,4 @@ def strongest(turned: Mapping[tuple[str, str], float]) -> list[str]:
     most: dict[str, float] = {}
     for (name, _), cells in turned.items():
         most[name] = max(cells, most.get(name, 0.0))
-    return sorted(most, key=lambda name: -most[name])[:STRONGEST]
+    return sorted((name for name in most if most[name]), key=lambda name: -most[name])[:STRONGEST]
