@@ -64,6 +64,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "kernels": ("bench/questions/kernels", *_BYTES),
     "kills": ("tests/support/check_n_run", "baselines/check_n_run"),
     "memory": ("bench/questions/memory", *_STEP),
+    "network": ("bench/questions/network", _TRAINED[1], *_PLAN, *_RESTART),
     "overhead": ("bench/questions/overhead", "bench/workloads/pairs.py", *_STEP),
     "profile": ("bench/questions/profile", *_STEP),
     "publish": ("bench/questions/publish", *_FOLLOWER),
@@ -80,7 +81,10 @@ CODE: Mapping[str, tuple[str, ...]] = {
 packages of ecemb that they measure. What these import of bench/ and baselines/ counts as well: see `code`."""
 
 INPUTS: Mapping[str, tuple[str, ...]] = {
-    "simulate": ("agreement.json", "compare.json", "overhead.json", "overhead-xeon.json", "recovery.json")
+    "simulate": (
+        *("agreement.json", "compare.json", "network.json"),
+        *("overhead.json", "overhead-xeon.json", "recovery.json"),
+    )
 }
 """Question -> files of other answers that it starts from, where they exist."""
 

@@ -34,7 +34,7 @@ from bench.questions.simulate.verdicts import ALL, EXACT, GROUPS, LEAN, PANELS, 
 from ecemb.coding.code import Code
 from ecemb.coding.placement import Placement
 from ecemb.tools.cost import BURST_SIZES, Odds
-from ecemb.tools.window_cost import cost_of
+from ecemb.tools.window_cost import FLOW_BYTES_PER_S, cost_of
 
 PROFILE, ON_GPUS, _ = PROFILES
 WHOLE = PROFILE.job
@@ -592,11 +592,11 @@ def test_a_commit_by_ranks_is_taken_from_what_ranks_pay_to_agree(tmp_path: Path)
 
 @pytest.mark.parametrize("way", ["window 16", "window auto"])
 def test_ways_that_make_a_step_cheaper(way: str) -> None:
-    each, _ = simulate_methods.added(JOB, CHOSEN, "ecemb", 1)
-    other, window = simulate_methods.added(JOB, CHOSEN, "ecemb", 1, way)
+    each, _ = simulate_methods.added(JOB, CHOSEN, "ecemb", Code(4, 3))
+    other, window = simulate_methods.added(JOB, CHOSEN, "ecemb", Code(4, 3), way)
     assert 0 < other <= each
     assert window > 1
-    more, _ = simulate_methods.added(replace(JOB, hosts=1024), CHOSEN, "ecemb", 1, way)
+    more, _ = simulate_methods.added(replace(JOB, hosts=1024), CHOSEN, "ecemb", Code(4, 3), way)
     assert more >= other or way == "window auto"  # which is longer, the dearer a commit is
 
 
@@ -675,3 +675,35 @@ def test_saves_and_steps_of_rivals_cost_what_compare_says(tmp_path: Path) -> Non
     rank_gb = JOB.table_bytes / JOB.hosts / JOB.ranks_per_host / 1e9
     assert ways["full, async"].save_h * 3600 == pytest.approx(rank_gb * 0.5)
     assert ways["CPR"].overhead == 0
+
+
+def test_a_step_waits_for_its_messages() -> None:
+    """128 hosts of 8 ranks: a status is between hosts in 8 of its 10 rounds."""
+    near, code = replace(JOB, hosts=128, ranks_per_host=8, network_bytes_per_s=1e18), Code(4, 3)
+    far = replace(near, network_bytes_per_s=1.25e9, round_trip_s=400e-6)
+
+    def waited_s(family: str, code: Code, way: str = "") -> float:
+        return (
+            simulate_methods.added(far, CHOSEN, family, code, way)[0]
+            - (simulate_methods.added(near, CHOSEN, family, code, way)[0])
+        )
+
+    changed = far.changed_rows() * (far.record_bytes + 8)
+    flow_s = changed / FLOW_BYTES_PER_S
+    crossed_s = 8 * changed / 1.25e9 + 200e-6
+    assert waited_s("copies", Code(2, 1)) == pytest.approx(crossed_s - flow_s)
+    assert waited_s("ecemb", code) == pytest.approx(crossed_s - flow_s / 3 + 2 * 8 * 200e-6)
+    _, window = simulate_methods.added(far, CHOSEN, "ecemb", code, simulate_methods.BESIDE)
+    assert waited_s("ecemb", code, simulate_methods.BESIDE) == pytest.approx(8 * 200e-6 / window)
+
+
+def test_a_rebuild_over_links_is_that_of_the_link_that_limits_it(tmp_path: Path) -> None:
+    rows = [
+        {"metric": "rebuild_over_link", "link": link, "value": value, "low": value - 0.1, "high": value + 0.2}
+        for link, value in (("loopback", 0.1), ("1 Gbit/s by tbf", 0.9))
+    ]
+    (tmp_path / "network.json").write_text(json.dumps({"rows": rows}))
+    found = simulate_inputs.inputs(PROFILE, tmp_path)["rebuild"]
+    assert (found.value, found.low, found.high) == (0.9, pytest.approx(0.8), 1.0)
+    assert found.at("cheap").value == 1.0
+    assert found.source == "measured: network.json, 1 Gbit/s by tbf"

@@ -31,6 +31,8 @@ OVERHEAD = ("overhead.json", "overhead-xeon.json")
 """The answers, of one machine each, that the costs of a step are fitted to; the first is the likeliest."""
 COMPARED = "compare.json"
 """The answer that has the costs of saves."""
+OVER_LINKS = "network.json"
+"""The answer that has rebuilds over links; without it, one machine's stand for them."""
 KEPT = "cpr vanilla"
 """The method whose cost in each step is the most that CPR's may be: the repository's copy of it keeps dense
 state in each step, as a job has to whose survivors are ended as well."""
@@ -96,6 +98,7 @@ def inputs(profile: Profile, results: Path = RESULTS) -> dict[str, Input]:
         "restart": Input(30.0, "s", "chosen: of all processes, imports and rendezvous among it", 5.0, 120.0),
         "replace a host": Input(120.0, "s", "chosen: a spare waits, or a host is found", 30.0, 900.0),
         "network": Input(12.5, "GB/s", "chosen: of a host, 10 to 400 Gbit/s", 1.25, 50.0, True),
+        "round trip": Input(100.0, "us", "chosen: between hosts, 20 to 500", 20.0, 500.0),
         "idle network": Input(
             0.5, "of the time", "chosen: snapshots are sent in it, as GEMINI sends them", 0.25, 0.9, True
         ),
@@ -120,8 +123,20 @@ def inputs(profile: Profile, results: Path = RESULTS) -> dict[str, Input]:
     found["added to a restart"] = _measured(recovery, added, "s", Input(1.0, "s", "", 0.0, 2.0))
     rebuild = {"metric": "rebuild_over_wire", "code": "(4, 3)", "over": "same messages"}
     chosen = Input(0.45, "of the network", "", 0.3, 0.9, True)
-    found["rebuild"] = _measured(recovery, rebuild, "of the network", chosen)
+    found["rebuild"] = _over_links(_rows(results / OVER_LINKS)) or _measured(
+        recovery, rebuild, "of the network", chosen
+    )
     return found
+
+
+def _over_links(rows: Sequence[Mapping[str, Any]]) -> Input | None:
+    """The part of a link's rate that a rebuild reaches where the link limits it; None if not measured."""
+    parts = [row for row in rows if row["metric"] == "rebuild_over_link"]
+    if not parts:
+        return None
+    most = max(parts, key=lambda row: row["value"])
+    low, value, high = (min(1.0, most[key]) for key in ("low", "value", "high"))
+    return Input(value, "of the network", f"measured: {OVER_LINKS}, {most['link']}", low, high, True)
 
 
 def _on_device() -> dict[str, Input]:

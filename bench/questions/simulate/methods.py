@@ -26,7 +26,7 @@ from ecemb.errors import PlacementError
 from ecemb.step.interval import best
 from ecemb.tools.cost import MONTH_H, Odds, host_recovery_s, losses_per_month, placed
 from ecemb.tools.job import Job
-from ecemb.tools.window_cost import DENSE_S_PER_GB, cost_of
+from ecemb.tools.window_cost import DELTAS, DENSE_S_PER_GB, ROW_HEAD_BYTES, STATUS, cost_of, on_the_way_s
 
 CPR_TOTAL_H = MONTH_H
 """Of training, which CPR's interval doesn't depend on."""
@@ -35,8 +35,9 @@ HALF_HOUR_H = 0.5
 MEASURED_RECORD_BYTES = 264
 """Of the tables that the costs of a step are of."""
 CODES = (Code(4, 3), Code(8, 7), Code(6, 4), Code(10, 8))
-WAYS = ("", "window 16", "window auto")
-"""Of ecemb: each step commits, or 16 together, or Young's number of them."""
+BESIDE = "window auto"
+WAYS = ("", "window 16", BESIDE)
+"""Of ecemb: each step commits, or 16 together, or Young's number of them, beside the steps that follow."""
 KINDS = ("full", "Check-N-Run", "increments", "CPR", "snapshots", "live copies", "ecemb")
 """How the names of methods begin; methods of one kind do not compete with each other."""
 
@@ -62,14 +63,16 @@ class AnyHost:
         return np.ones(len(lost), np.bool_)
 
 
-def added(job: Job, given: Inputs, family: str, parity: int, way: str = "") -> tuple[float, int]:
+def added(job: Job, given: Inputs, family: str, code: Code, way: str = "") -> tuple[float, int]:
     """Seconds that protection adds to a step of tables in host memory, and steps in a window.
+
+    What was measured on one machine, and the time that messages are on their way between hosts.
 
     Args:
         job: The job.
         given: All inputs.
         family: "ecemb" or "copies".
-        parity: r, or the number of further copies.
+        code: Of the parity; of copies, (copies, 1).
         way: Of `WAYS`.
     """
     step, commit, row, row_and_parity = (given[f"{family}: {name}"] for name in step_cost.TERMS)
@@ -78,11 +81,29 @@ def added(job: Job, given: Inputs, family: str, parity: int, way: str = "") -> t
     dense_s = 2 * DENSE_S_PER_GB * job.dense_bytes / 1e9
     rows = job.changed_rows() * job.record_bytes / MEASURED_RECORD_BYTES
     commit_s = times * commit.value + dense_s
-    rows_s = rows * (row.value + parity * row_and_parity.value)
-    window = {"window 16": 16, "window auto": best(commit_s + rows_s, job.step_s, job.mtbf_s)}.get(way, 1)
+    rows_s = rows * (row.value + code.r * row_and_parity.value)
+    window = {"window 16": 16, BESIDE: best(commit_s + rows_s, job.step_s, job.mtbf_s)}.get(way, 1)
     rows *= window ** given["rows by window"].value
-    weights = ((step, 1.0), (commit, times / window), (row, rows), (row_and_parity, parity * rows))
-    return dense_s / window + together(weights), window
+    weights = ((step, 1.0), (commit, times / window), (row, rows), (row_and_parity, code.r * rows))
+    return dense_s / window + together(weights) + _waited_s(job, family, code, way, window, rows), window
+
+
+def _waited_s(job: Job, family: str, code: Code, way: str, window: int, rows: float) -> float:
+    """Seconds of a step in which training waits until messages have crossed the network.
+
+    Args:
+        job: The job.
+        family: See `added`, as for the code and the way.
+        code: Of the parity.
+        way: Of `WAYS`.
+        window: Steps of a transaction.
+        rows: That a step sends, of `MEASURED_RECORD_BYTES`.
+    """
+    sent_bytes = code.r * window * rows * MEASURED_RECORD_BYTES * (1 + ROW_HEAD_BYTES / job.record_bytes)
+    ways_s = on_the_way_s(job, code, sent_bytes)
+    if family == "copies":  # nothing is agreed on
+        return ways_s[DELTAS]
+    return (ways_s[STATUS] if way == BESIDE else sum(ways_s.values())) / window
 
 
 def as_given(job: Job, given: Inputs) -> Job:
@@ -92,6 +113,7 @@ def as_given(job: Job, given: Inputs) -> Job:
         restart_s=given["restart"].value,
         replace_s=given["replace a host"].value,
         network_bytes_per_s=1e9 * given["network"].value,
+        round_trip_s=1e-6 * given["round trip"].value,
         rebuild_over_network=given["rebuild"].value,
         batch=job.batch * given["touched rows"].value,
     )
@@ -219,7 +241,7 @@ def _protected(job: Job, given: Inputs, family: str, code: Code, way: str) -> tu
         process_s = job.restart_s + given["added to a restart"].value
         process_s += job.table_bytes / job.ranks / 1e9 * given["put back"].value
         return overhead, process_s, window.replayed_steps * job.step_s
-    added_s, window_steps = added(job, given, family, code.r, way)
+    added_s, window_steps = added(job, given, family, code, way)
     undecided = window_steps * given["undecided"].value if window_steps > 1 else 0.0
     again_s = ((window_steps - 1) / 2 + undecided) * job.step_s
     return added_s / job.step_s, job.restart_s + given["added to a restart"].value, again_s

@@ -48,7 +48,7 @@ GROUPS: Mapping[str, Group] = {
         (*(f"ecemb: {name}" for name in step_cost.TERMS), "ecemb: GPU host"), OURS
     ),
     "steps that ecemb runs again": Group(("undecided", "rows by window", "commit by ranks"), OURS),
-    "ecemb's recovery": Group(("added to a restart", "rebuild"), OURS),
+    "ecemb's recovery and messages": Group(("added to a restart", "rebuild", "round trip"), OURS),
     "copies' cost of a step": Group(tuple(f"copies: {name}" for name in step_cost.TERMS), OURS),
     "what CPR does in each step": Group(("CPR: step",), ("CPR",)),
     "CPR's PLS target": Group(("CPR's PLS target",), ("CPR",)),
