@@ -115,7 +115,7 @@ def saves_of(found: Sequence[Answers], labels: Labels) -> list[Row]:
     each, launches = _saves(found)
     seconds = {"stall_s": "save_stall_s", "lost_s": "save_lost_s", "written_s": "save_until_written_s"}
     rows = [
-        _row(metric, "s", mean(each[key], launches), len(launches), of_size)
+        _row(metric, "s", seconds_of(each[key], launches), len(launches), of_size)
         for key, metric in seconds.items()
     ]
     return rows + [
@@ -141,7 +141,7 @@ def charged(case: Case, found: Sequence[Answers], bare: Sequence[Answers], label
         ]
     of_size: Labels = {**labels, "tables": size_of(found[0].table_bytes / GB)}
     each, launches = _saves(found)
-    lost = mean(each["lost_s"], launches)
+    lost = seconds_of(each["lost_s"], launches)
     written_s = float(np.mean(each["written_s" if case.behind else "stall_s"]))
     ranks = len(found[0].accounts)
     every = [interval_s(case, max(one, 1e-9), written_s, MTBF_S, ranks) for one in lost]
@@ -186,6 +186,11 @@ def over(found: Sequence[Answers], bare: Sequence[Answers], what: Callable[[Answ
 def mean(each: Sequence[float] | Floats, launches: Sequence[int] = ()) -> Estimate:
     """The mean with its 95 % interval, by resampling launches: each number is of one, or of those given."""
     return _strata(launches or range(len(each))).mean(np.asarray(each, float))
+
+
+def seconds_of(each: Sequence[float], launches: Sequence[int]) -> Estimate:
+    """The same of what can't be below 0."""
+    return Estimate(*(max(0.0, one) for one in mean(each, launches)))
 
 
 def _strata(launches: Sequence[int]) -> Strata:

@@ -155,7 +155,7 @@ class Watched:
 
 
 def save_every(method: Method, steps: int) -> None:
-    """From here on, a method saves every so many steps."""
+    """From here on, a method saves every this many steps."""
     if isinstance(method, PartialRecovery):
         method._saving.interval = steps
     elif isinstance(method, Rollback):
