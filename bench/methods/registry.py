@@ -78,11 +78,13 @@ class Ecemb:
         self._domain: Domain = domain
         self._guard: ecemb.Guard | None = None
         self._closed = Costs()
+        self._on_device = False
         self.interval_steps = None if window == "auto" else window
         again = None if window == "auto" else window * (2 if overlap else 1) - 1
         self.promise = Promise(bit_identical=True, steps_again=again, survives=code.n - code.k)
 
     def prepare(self, training: Training) -> int:
+        self._on_device = any(parameter.is_cuda for parameter in training.model.parameters())
         self._guard = ecemb.protect(
             training.model,
             optimizers=training.optimizers,
@@ -117,7 +119,8 @@ class Ecemb:
         return Costs(
             stalled_s=sum(seconds for phase, seconds in stats["seconds"].items() if phase not in beside),
             sent_bytes=stats["sent_bytes"],
-            memory_bytes=sum(held.values()) - 2 * held["tables"],  # they are the rows' own memory
+            # The arena's rows are the training's own memory, but for an image of those on a device.
+            memory_bytes=sum(held.values()) - (1 if self._on_device else 2) * held["tables"],
         )
 
     def _made(self) -> ecemb.Guard:

@@ -127,8 +127,8 @@ def test_methods_that_cannot_run_are_left_out_by_name() -> None:
     cases, why = few.cases()
     assert [case.method for case in cases] == ["full files", "ecemb copies x2"]
     assert why == {"ecemb (4, 3)": "its code has n = 4 blocks on as many ranks, and there are 2"}
-    on_devices = Options(ranks_per_host=1, device="cuda", methods=("cpr vanilla", "snapshots x2"))
-    assert Comparison(on_devices, 0).cases()[1].keys() == {"cpr vanilla", "snapshots x2"}
+    on_devices = Options(ranks_per_host=1, device="cuda", methods=("cpr mfu", "snapshots x2"))
+    assert Comparison(on_devices, 0).cases()[1].keys() == {"cpr mfu", "snapshots x2"}
 
 
 def test_blocks_lie_on_different_hosts_where_there_are_enough() -> None:

@@ -287,8 +287,8 @@ def hindrance(case: Case, options: Options, ranks: int) -> str:
         return f"its code has n = {case.guard.code.n} blocks on as many ranks, and there are {ranks}"
     if case.method.startswith("snapshots") and ranks == 1:
         return "its copies are in the memory of other ranks, and there are none"
-    if case.method.startswith("cpr") and options.device == "cuda":
-        return "ranks that survive train on in memory that outlives them, which a device's doesn't"
+    if case.method in ("cpr mfu", "cpr ssu", "cpr scar") and options.device == "cuda":
+        return "its priorities are counted in the host's memory, and --device is cuda"
     return ""
 
 
