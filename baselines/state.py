@@ -27,10 +27,13 @@ from .method import Training
 
 _PLAIN, _OPTIONS, _SHARED_OPTIONS = "plain", "options", "shared options"
 _TORCH, _NUMPY, _PYTHON, _NORMALS = (f"generator/{name}" for name in ("torch", "numpy", "python", "normals"))
+_CUDA = "generator/cuda"
+"""Of the device of this process, if it trains on one."""
 _PACKED = {_PLAIN, _OPTIONS, _SHARED_OPTIONS}
 """Keys of what is no tensor: uint8, of torch.save, for weights_only=True."""
-_ASIDE = _PACKED | {_TORCH, _NUMPY, _PYTHON, _NORMALS}
-"""Keys of what is not written to tensors of the training."""
+_ALWAYS = _PACKED | {_TORCH, _NUMPY, _PYTHON, _NORMALS}
+_ASIDE = _ALWAYS | {_CUDA}
+"""Keys of what is not written to tensors of the training; `_ALWAYS` are there in all of them."""
 _TABLE = "table/"
 _WAY_OUT = "Run the script that saved it, or name another folder"
 Entry = tuple[str, str, Any]
@@ -68,7 +71,7 @@ class TrainingState:
     """The state of a training on this rank.
 
     Args:
-        training: on the CPU. TorchRec's combined optimizer is given as its parts.
+        training: on the CPU, or on a device. TorchRec's combined optimizer is given as its parts.
 
     Attributes:
         tables: all of them.
@@ -83,7 +86,9 @@ class TrainingState:
         self.tables = ecemb.tables(self._model, optimizers=self._optimizers, tables=training.tables)
         for table in self.tables:
             if table.tensors["weight"].is_meta:
-                raise ValueError(f"table {table.name!r} is on the meta device: build it on the CPU")
+                raise ValueError(
+                    f"table {table.name!r} is on the meta device: build it on the CPU or on a device"
+                )
         pointers = self._pointers()
         self._is_own = {
             key: _is_sharded(param) or not param.numel() or param.data_ptr() in pointers
@@ -142,7 +147,7 @@ class TrainingState:
         Raises:
             ValueError: it is another training's, or of another number of ranks.
         """
-        _check(_ASIDE, saved.keys() & _ASIDE)
+        _check(_ALWAYS, saved.keys() & _ALWAYS)
         self._make_state(saved, resharded=resharded)
         own, shared = self.take() if any(key.startswith(_TABLE) for key in saved) else self.rest()
         live = {key: tensor for key, tensor in (own | shared).items() if key not in _ASIDE}
@@ -242,7 +247,7 @@ class TrainingState:
                     entry[name] = value
                 elif name not in entry:
                     stored = saved.get(f"{key}/{name}")
-                    entry[name] = torch.zeros_like(param) if stored is None else stored.clone()
+                    entry[name] = torch.zeros_like(param) if stored is None else _state_of(param, stored)
 
 
 def _check(live: Set[str], saved: Set[str]) -> None:
@@ -270,6 +275,14 @@ def put_in(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
         tensor.copy_(saved[key])
 
 
+def _state_of(param: Tensor, stored: Tensor) -> Tensor:
+    """A copy of stored state where an optimizer keeps it: beside the parameter; single numbers on the CPU.
+
+    A fused optimizer moves its number of steps to the parameter's device when it uses it.
+    """
+    return stored.to(param.device, copy=True) if stored.dim() else stored.clone()
+
+
 def _is_sharded(value: Any) -> bool:
     """Whether it is TorchRec's, or a DTensor: `ecemb.tables` has what lies here."""
     return not isinstance(value, Tensor) or hasattr(value, "local_shards") or hasattr(value, "to_local")
@@ -286,7 +299,8 @@ def _unpacked(packed: Tensor) -> Any:
 
 
 def _generators() -> dict[str, Tensor]:
-    """Of torch, numpy and python."""
+    """Of torch, numpy and python, and of this process's device, if there is one."""
+    on_device = {_CUDA: torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
     _, keys, *place, gauss = np.random.get_state()
     version, numbers, normal = random.getstate()
     return {
@@ -294,11 +308,14 @@ def _generators() -> dict[str, Tensor]:
         _NUMPY: torch.from_numpy(np.concatenate([np.asarray(keys, np.int64), np.asarray(place, np.int64)])),
         _PYTHON: torch.from_numpy(np.array((version, *numbers), np.int64)),
         _NORMALS: torch.tensor([gauss, math.nan if normal is None else normal], dtype=torch.float64),
+        **on_device,
     }
 
 
 def _set_generators(kept: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(kept[_TORCH])
+    if _CUDA in kept and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(kept[_CUDA])
     gauss, normal = kept[_NORMALS].tolist()
     numbers = kept[_NUMPY].numpy()
     np.random.set_state(("MT19937", numbers[:-2].astype(np.uint32), *numbers[-2:].tolist(), gauss))

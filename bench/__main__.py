@@ -16,6 +16,7 @@ from bench.harness import register
 from bench.harness.result import (
     Arguments,
     BadFile,
+    BadOption,
     Incomplete,
     Row,
     Unavailable,
@@ -25,6 +26,7 @@ from bench.harness.result import (
     write,
 )
 from bench.harness.result import command as line
+from bench.questions.compare_cluster import options as cluster
 
 if TYPE_CHECKING:
     from bench import suite
@@ -33,6 +35,7 @@ QUESTIONS = {
     "agreement": "what it costs the ranks to agree on a transaction, with 4 to 64 of them (--setting)",
     "check_n_run": "what Check-N-Run's checkpoints write, keep, stall and lose, beside the paper's",
     "compare": "what each way of surviving failures costs, and what killed ranks leave (--engine)",
+    "compare_cluster": "the same for a script on a cluster: compare with --launcher, --hosts or --script",
     "cpr": "what partial recovery saves in overhead and costs in quality, beside CPR's published figures",
     "drift": "how far rows rebuilt from parity of floats are off, and what one NaN takes from it",
     "elastic": "how long a move to another number of ranks takes, and what memory for the while",
@@ -107,6 +110,9 @@ QUICK = ("compare", "kernels", "simulate")
 ON_GPUS = ("gpu",)
 """Questions that `all` leaves out: they are asked by `make gpu`."""
 
+ON_CLUSTERS = ("compare_cluster",)
+"""Questions that `all` leaves out: they are asked where several hosts are."""
+
 KEEP = "`--json FILE` writes the numbers, for the pages to a file of bench/results"
 ALL, REPORT = "all", "report"
 NO_QUESTIONS = {
@@ -174,6 +180,7 @@ def main(words: Sequence[str] | None = None) -> None:
         metavar="FOLDER",
         help=f"clone of an older commit, to be measured in the same run, for {', '.join(OF_BASES)}",
     )
+    cluster.add(parser)
     given = parser.parse_args(words)
     if given.json_dir is not None and given.question not in NO_QUESTIONS:
         parser.error(f"--json-dir is for {' and '.join(NO_QUESTIONS)}; for {given.question}: --json FILE")
@@ -214,8 +221,13 @@ def main(words: Sequence[str] | None = None) -> None:
             )
         data = given.data[0], Path(given.data[1])
 
+    try:
+        more = cluster.of(given)
+    except BadOption as error:
+        parser.error(str(error))
+    question = given.question if more is None else ON_CLUSTERS[0]
     run: Callable[[Arguments], list[Row]] = importlib.import_module(
-        f"bench.questions.{given.question}.question"
+        f"bench.questions.{question}.question"
     ).run
     arguments = Arguments(
         given.quick,
@@ -228,10 +240,11 @@ def main(words: Sequence[str] | None = None) -> None:
         given.results or RESULTS,
         given.pairs or 0,
         given.base,
+        more,
     )
     try:
-        failure = _answer(given.question, run, arguments, given.json)
-    except (BadFile, Unavailable) as error:
+        failure = _answer(question, run, arguments, given.json)
+    except (BadFile, BadOption, Unavailable) as error:
         parser.error(str(error))
     if failure:
         sys.exit(failure)
@@ -258,6 +271,10 @@ def _answer(
             rows, failure = error.rows, str(error)
             notes.append(failure)
         print(table(rows))
+        if question in ON_CLUSTERS:
+            from bench.report import choosing
+
+            print(f"\n{choosing.on_a_cluster([row.to_json() for row in rows])}")
         if path is not None:
             write(path, document(question, arguments, rows, (time.monotonic() - began) / 60))
     if is_lost:
@@ -301,7 +318,7 @@ def asked(
     from bench import suite
 
     found: list[suite.Asked] = []
-    for question in QUICK if quick else [one for one in QUESTIONS if one not in ON_GPUS]:
+    for question in QUICK if quick else [one for one in QUESTIONS if one not in (*ON_GPUS, *ON_CLUSTERS)]:
         words = [question, *(traces if question in OF_TRACES else ())]
         words += ["--results", str(results)] if question in OF_RESULTS and results else []
         ways = USUAL if quick else IN_ALL.get(question, USUAL)

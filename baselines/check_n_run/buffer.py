@@ -167,8 +167,10 @@ class Buffer:
                 tensor = rows.tensors[name].detach()
                 if rows.numbers is None:
                     seen(data, span).copy_(tensor)
-                else:
+                elif tensor.device.type == "cpu":
                     torch.index_select(tensor, 0, rows.numbers, out=seen(data, span))
+                else:  # gathered there first
+                    seen(data, span).copy_(tensor.index_select(0, rows.numbers.to(tensor.device)))
         for kind, span in kinds.items():
             packing.pack(rest[kind], seen(data, span).numpy())
         return Copy(str(self.path), at, tuple(copied), kinds)

@@ -211,8 +211,14 @@ def _put(
         for name, live in shard.tensors.items():
             if name in tensors and len(here):
                 scheme = Scheme(**manifest.facts.schemes[kind_of(name)])
-                live.index_copy_(0, here, loaded(tensors[name], scheme, live)[begin:end])
+                of_chunk = loaded(tensors[name], scheme, live)[begin:end]
+                put_rows(live, here, of_chunk)
         yield shard, here
+
+
+def put_rows(live: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Overwrites rows (int64 [m], on the CPU) of a tensor on any device with values [m, ...] on the CPU."""
+    live.index_copy_(0, rows.to(live.device), values.to(live.device))
 
 
 def _read(store: Store, chunk: Chunk) -> packing.Bytes:

@@ -44,9 +44,10 @@ class TouchedRows:
         """These rows change.
 
         Args:
-            rows: int64 [m] on the CPU, each from 0 to rows - 1, in any order, repeats allowed. Read.
+            rows: int64 [m], each from 0 to rows - 1, in any order, repeats allowed. Read; waited for, if it
+                is on a device.
         """
-        numbers = rows.numpy()
+        numbers = rows.cpu().numpy()
         places, masks = numbers >> 3, _MASKS[numbers & 7]
         while len(places):
             self._bits[places] |= masks

@@ -8,6 +8,9 @@ without memory beside the training's own, as with parameter servers (chosen). A 
 within a step leaves rows of which some have taken the step and others haven't: partial recovery, an
 approximation, bears it.
 
+Tables on a device can't lie in files: theirs are images in the machine's memory, to which the rows that a
+step has changed are copied after it (chosen).
+
 Every tensor of the process that lies in such a storage is pointed at the file, TorchRec's and FBGEMM's views
 included: the garbage collector knows them all.
 
@@ -40,14 +43,22 @@ class LivingTensors:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._held: dict[int, torch.UntypedStorage] = {}  # by address
+        self._images: dict[str, tuple[Tensor, Tensor]] = {}  # of tensors on a device, and them
 
     @property
     def paths(self) -> list[Path]:
         """All files."""
         return sorted([*self._folder.glob("*.rows"), *self._folder.glob(f"*{_PARTIAL}")])
 
+    @property
+    def image_bytes(self) -> int:
+        """Memory that images of tensors on a device take."""
+        return sum(image.nbytes for image, _ in self._images.values())
+
     def move(self, find: Callable[[], Mapping[str, Tensor]], *, survived: bool) -> None:
         """Moves the storages of tensors that haven't moved yet; meanwhile, they are there twice.
+
+        Of tensors on a device images are made, or, if they are to be gone on with, copied there.
 
         Args:
             find: gives the tensors as the training sees them, by names that are the same in each life, in the
@@ -63,13 +74,16 @@ class LivingTensors:
         left: dict[int, Tensor] = {}
         moved: list[torch.UntypedStorage] = []  # held, so that no other storage takes their addresses
         for name, tensor in find().items():
+            if is_on_device(tensor):
+                self._image(name, tensor, survived=survived)
+                continue
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
             if not storage.nbytes() or address in self._held or address in left:
                 continue
-            path = self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.rows"
+            path = self._path(name)
             if not survived:
-                _fill(path, storage)
+                _fill(path, torch.empty(0, dtype=torch.uint8).set_(storage))
             left[address] = _span(path, name, storage.nbytes())
             moved.append(storage)
         if not left:
@@ -78,11 +92,38 @@ class LivingTensors:
         for span in left.values():
             self._held[span.untyped_storage().data_ptr()] = span.untyped_storage()
         for name, tensor in find().items():
+            if is_on_device(tensor):
+                continue
             if tensor.numel() and tensor.untyped_storage().data_ptr() not in self._held:
                 raise RuntimeError(
                     f"{name} could not be moved to memory that outlives the process: call gc.unfreeze() "
                     f"first, if gc.freeze() was called"
                 )
+
+    def copy_rows(self, name: str, rows: Tensor) -> None:
+        """A step has changed rows of a tensor on a device.
+
+        Args:
+            name: as `find` has it.
+            rows: int64 [m] on the device, each once. Read.
+        """
+        if name in self._images:
+            image, live = self._images[name]
+            image[rows.cpu()] = live.detach().index_select(0, rows).cpu()
+
+    def _image(self, name: str, tensor: Tensor, *, survived: bool) -> None:
+        if name in self._images and self._images[name][1].data_ptr() == tensor.data_ptr():
+            return
+        path, live = self._path(name), tensor.detach()
+        if not survived:
+            _fill(path, live.cpu().contiguous().reshape(-1).view(torch.uint8))
+        image = _span(path, name, live.nbytes).view(live.dtype).reshape(live.shape)
+        if survived:
+            live.copy_(image)
+        self._images[name] = image, live
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.rows"
 
     def remove(self) -> None:
         """Gives the files' names back; what is trained stays where it is until the process ends."""
@@ -90,11 +131,15 @@ class LivingTensors:
             path.unlink()
 
 
-def _fill(path: Path, storage: torch.UntypedStorage) -> None:
-    """Makes a file of a storage's bytes, which has its name when it is whole."""
+def is_on_device(tensor: Tensor) -> bool:
+    """Whether a tensor is in the memory of a device."""
+    return tensor.device.type != "cpu"
+
+
+def _fill(path: Path, content: Tensor) -> None:
+    """Makes a file of bytes (uint8 [any]), which has its name when it is whole."""
     partial = path.with_suffix(_PARTIAL)
-    content = torch.empty(0, dtype=torch.uint8).set_(storage)
-    torch.from_numpy(made(partial, storage.nbytes())).copy_(content)
+    torch.from_numpy(made(partial, content.numel())).copy_(content)
     partial.rename(path)
 
 

@@ -17,8 +17,8 @@ Must not know: files' formats, which rows a save takes.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,12 @@ from torch import Tensor
 from baselines import packing
 from baselines.method import Costs, Promise, Training
 from baselines.slots import Slots, Stamp
-from baselines.state import TrainingState
+from baselines.state import TrainingState, row_key
 from baselines.stopwatch import Stopwatch
+from ecemb.errors import ConfigurationError
 from ecemb.nn import ShardedEmbeddingBag
 
-from .living import LivingTensors
+from .living import LivingTensors, is_on_device
 from .plan import Held, Plan, plan
 from .priority import SHARE
 from .saved import Mark, SavedRank
@@ -79,6 +80,8 @@ class PartialRecovery:
         self._stalled = Stopwatch()
         self._sent_bytes = self._memory_bytes = 0
         self._samples_lost = 0.0
+        self._changed: dict[str, list[Tensor]] = {}  # of tables on a device, in this step
+        self._ends: list[Callable[[], None]] = []
         self._steps_lost = torch.zeros(1, dtype=torch.int64)  # of all ranks, in all lives
 
     def prepare(self, training: Training) -> int:
@@ -135,6 +138,7 @@ class PartialRecovery:
         with self._stalled.running():
             if state.has_changed():
                 self._living.move(state.rows, survived=False)
+            self._copy_rows()
             self._keep()
             if self._saving.is_due(self._next):
                 self._saving.count_lookups()
@@ -170,6 +174,8 @@ class PartialRecovery:
         self._saved.close()
         dist.barrier()
         self._saving.unwatch()
+        for end in self._ends:
+            end()
         self._slots.remove()
         self._living.remove()
 
@@ -198,6 +204,11 @@ class PartialRecovery:
         """From here on, state is where it outlives the process."""
         state = self._made()
         self._living.move(state.rows, survived=survived)
+        for table in state.tables:
+            if table.rows and is_on_device(table.tensors["weight"]):
+                changed = self._changed.setdefault(table.name, [])
+                with suppress(ConfigurationError):  # nothing trains it: no row of it ever changes
+                    self._ends.append(table.on_touch(lambda rows, into=changed: into.append(rows.clone())))
         self._saving.watch(state.tables, _sizes(state.tables), self._modules)
         self._living.move(self._saving.lasting, survived=survived)
         self._keep()
@@ -247,7 +258,17 @@ class PartialRecovery:
         rest = self._rest()
         packing.pack(rest, self._slots.begin(_REST, packing.size(rest)))
         self._slots.seal(Stamp(self._next, 0))
-        self._memory_bytes = max(self._memory_bytes, self._slots.kept_bytes + self._saving.memory_bytes)
+        kept_bytes = self._slots.kept_bytes + self._saving.memory_bytes + self._living.image_bytes
+        self._memory_bytes = max(self._memory_bytes, kept_bytes)
+
+    def _copy_rows(self) -> None:
+        """Copies the rows that the step has changed, of tables on a device."""
+        for table in self._made().tables:
+            if changed := self._changed.get(table.name):
+                rows = torch.cat(changed).unique()
+                changed.clear()
+                for name in table.tensors:
+                    self._living.copy_rows(row_key(table.name, name), rows)
 
     def _save(self, *, whole: bool = False) -> None:
         """Saves to the files what is due, or everything."""

@@ -148,7 +148,9 @@ class Files(Writer):
     def load(self, path: Path) -> dict[str, Tensor]:
         """See `Writer.load`."""
         names, pace = (f"rank-{dist.get_rank()}.pt", "shared.pt"), self._pace()
-        own, shared = (torch.load(path / name, weights_only=True, mmap=True) for name in names)
+        own, shared = (
+            torch.load(path / name, map_location="cpu", weights_only=True, mmap=True) for name in names
+        )
         pace.wait(_size(own) + _size(shared))
         return {**own, **shared}
 

@@ -24,16 +24,21 @@ class Copies(Redundancy):
 
     Attributes:
         count: ranks that a rank's own part is sent to.
+        apart: distance between them, in ranks: as many as a machine has, so that each is on another one.
 
     Raises:
-        ValueError: there are none.
+        ValueError: either is below 1.
     """
 
     count: int = 1
+    apart: int = 1
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"copies, of each rank's state at others, are at least 1; got {self.count}")
+        if self.count < 1 or self.apart < 1:
+            raise ValueError(
+                f"copies, of each rank's state at others, are at least 1, and so is their distance; got "
+                f"{self.count} and {self.apart}"
+            )
 
     @property
     def survives(self) -> int:
@@ -53,8 +58,9 @@ class Copies(Redundancy):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         mine = torch.from_numpy(slots.read(own(rank), stamp))
         lengths = sizes(mine.numel(), group)
+        apart = self.apart if ranks > self.apart * self.count else 1  # one machine, or few
         partners = min(self.count, ranks - 1)
-        for distance in range(1, partners + 1):
+        for distance in range(apart, apart * partners + 1, apart):
             source = (rank - distance) % ranks
             sending = dist.isend(mine, (rank + distance) % ranks, group=group)
             dist.recv(torch.from_numpy(slots.begin(own(source), lengths[source])), source, group=group)

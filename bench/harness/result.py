@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bench import RESULTS
 from bench.harness import signature
@@ -72,6 +72,18 @@ class BadFile(Exception):
     """A file that was given can't be used, as a trace or as data; the message names it, why, and what can."""
 
 
+class BadOption(Exception):
+    """An option can't have its value, or doesn't go with another; names both, the rule and the way out."""
+
+
+class More(Protocol):
+    """Options of one question alone."""
+
+    def words(self) -> list[str]:
+        """They, as words of the command line."""
+        ...
+
+
 @dataclass(frozen=True)
 class Arguments:
     """What every question is asked with.
@@ -87,6 +99,7 @@ class Arguments:
         results: Folder of the answers to other questions, which some start from.
         pairs: Pairs of steps to compare in each case, if the question compares pairs; 0 for its own number.
         base: Folder with the clone of an older commit, if the question can be asked of one.
+        more: Options of the question alone, if it has some.
     """
 
     quick: bool = False
@@ -99,6 +112,7 @@ class Arguments:
     results: Path = RESULTS
     pairs: int = 0
     base: Path | None = None
+    more: More | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +226,7 @@ def command(question: str, arguments: Arguments) -> str:
     if arguments.data is not None:
         words.append(f"--data {arguments.data[0]} {arguments.data[1].name}")
     words += [f"--base {arguments.base.name}"] if arguments.base is not None else []
+    words += arguments.more.words() if arguments.more is not None else []
     words += [f"--seed {arguments.seed}"] if arguments.seed else []
     return " ".join([*words, *(["--quick"] if arguments.quick else [])])
 

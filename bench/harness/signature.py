@@ -52,6 +52,10 @@ CODE: Mapping[str, tuple[str, ...]] = {
         *("bench/questions/compare", "bench/methods", "bench/workloads/pairs.py", "baselines"),
         *("bench/questions/overhead/estimate.py", *_WARM),
     ),
+    "compare_cluster": (
+        *("bench/questions/compare_cluster", "bench/methods", "bench/workloads/scripts", "baselines"),
+        *("bench/questions/overhead/estimate.py", *_WARM),
+    ),
     "compat": ("tests/support/compat.py", "tests/contracts", "tests/support/torchrec", "ecemb/engines"),
     "cpr": ("bench/questions/cpr", _CLICKS, "baselines/cpr"),
     "defects": ("tests/simulator", "tests/failures/sabotage.py", "tests/support/simulation.py", *_RESTART),

@@ -27,6 +27,8 @@ from ecemb.step.transaction import BESIDE
 
 MTBF = timedelta(hours=1)
 """Mean time between failures, for CPR's controller."""
+Domain = Literal["rank", "host"]
+"""What is lost at once, as ecemb takes it for where blocks lie."""
 PLS_TARGET = 0.1
 """CPR's (recalled from its emulation)."""
 
@@ -60,6 +62,7 @@ class Ecemb:
         window: Steps that are committed together.
         overlap: Deltas are sent beside the next step's body.
         mtbf: Mean time between failures, for the window "auto".
+        domain: The blocks of a stripe lie in different ones.
     """
 
     def __init__(
@@ -69,15 +72,19 @@ class Ecemb:
         *,
         overlap: bool = False,
         mtbf: timedelta | None = None,
+        domain: Domain = "rank",
     ) -> None:
         self._code, self._window, self._overlap, self._mtbf = code, window, overlap, mtbf
+        self._domain: Domain = domain
         self._guard: ecemb.Guard | None = None
         self._closed = Costs()
+        self._on_device = False
         self.interval_steps = None if window == "auto" else window
         again = None if window == "auto" else window * (2 if overlap else 1) - 1
         self.promise = Promise(bit_identical=True, steps_again=again, survives=code.n - code.k)
 
     def prepare(self, training: Training) -> int:
+        self._on_device = any(parameter.is_cuda for parameter in training.model.parameters())
         self._guard = ecemb.protect(
             training.model,
             optimizers=training.optimizers,
@@ -87,7 +94,7 @@ class Ecemb:
             window=self._window,
             mtbf=self._mtbf,
             overlap=self._overlap,
-            failure_domain="rank",
+            failure_domain=self._domain,
         )
         return self._guard.next_step
 
@@ -112,7 +119,8 @@ class Ecemb:
         return Costs(
             stalled_s=sum(seconds for phase, seconds in stats["seconds"].items() if phase not in beside),
             sent_bytes=stats["sent_bytes"],
-            memory_bytes=sum(held.values()) - 2 * held["tables"],  # they are the rows' own memory
+            # The arena's rows are the training's own memory, but for an image of those on a device.
+            memory_bytes=sum(held.values()) - (1 if self._on_device else 2) * held["tables"],
         )
 
     def _made(self) -> ecemb.Guard:
@@ -132,6 +140,8 @@ class Place:
         bytes_per_s: What a rank writes to `files`, or reads, at most; None: as fast as it goes.
         in_threads: What is written beside training is written by threads; a process of its own would import
             torch first.
+        domain: Of ecemb's code.
+        ranks_per_host: Ranks that share a machine's memory, one after another.
     """
 
     files: Path
@@ -139,10 +149,12 @@ class Place:
     every: int = 4
     bytes_per_s: float | None = None
     in_threads: bool = False
+    domain: Domain = "rank"
+    ranks_per_host: int = 1
 
 
 def coded(n: int, k: int, **options: Any) -> Callable[[Place], Method]:
-    return lambda _: Ecemb(ecemb.Code(n, k), **options)
+    return lambda place: Ecemb(ecemb.Code(n, k), domain=place.domain, **options)
 
 
 def auto(n: int, k: int) -> Callable[[Place], Method]:
@@ -174,8 +186,15 @@ def changes(policy: str, **options: Any) -> Callable[[Place], Method]:
     return make
 
 
-def snapshots(redundancy: Redundancy, *, beside: bool = False) -> Callable[[Place], Method]:
-    return lambda place: SnapshotRecovery(place.memory, redundancy, beside=beside, every=place.every)
+def copies(count: int, *, beside: bool = False) -> Callable[[Place], Method]:
+    """Copies on other machines."""
+    return lambda place: SnapshotRecovery(
+        place.memory, Copies(count, place.ranks_per_host), beside=beside, every=place.every
+    )
+
+
+def snapshots(redundancy: Redundancy) -> Callable[[Place], Method]:
+    return lambda place: SnapshotRecovery(place.memory, redundancy, every=place.every)
 
 
 def full(writer: type[Writer]) -> Callable[[Place], Method]:
@@ -198,8 +217,8 @@ METHODS: Mapping[str, Callable[[Place], Method]] = {
     "ecemb copies x2": coded(2, 1),
     "float parity (3, 2)": sums(3, 2),
     "float64 parity (3, 1)": sums(3, 1, "float64"),
-    "snapshots x2": snapshots(Copies(1)),
-    "snapshots x2 beside": snapshots(Copies(1), beside=True),
+    "snapshots x2": copies(1),
+    "snapshots x2 beside": copies(1, beside=True),
     "coded snapshots (3, 2)": snapshots(Coded(3, 2)),
     "full files": full(Files),
     "full dcp": full(Dcp),

@@ -132,6 +132,23 @@ EXCERPTS: Mapping[str, tuple[Excerpt, ...]] = {
             {"tables": ("0.34 GB a rank",)},
         ),
     ),
+    "compare_cluster": (
+        Excerpt(
+            "Wall and processor time that a step takes longer, and what is sent in it",
+            ("step_wall_pct", "step_cpu_pct", "sent_bytes_per_step", "link_bytes_per_step"),
+        ),
+        Excerpt(
+            "After a failure",
+            (
+                *("next_step_s", "caught_up_s", "prepare_s", "steps_run_again", "steps_forgotten"),
+                "bit_identical",
+            ),
+        ),
+        Excerpt(
+            "What a save takes",
+            ("save_stall_s", "save_lost_s", "save_until_written_s", "interval_s", "saves_pct"),
+        ),
+    ),
     "cpr": (
         Excerpt(
             "Overhead of full and of partial recovery",

@@ -81,7 +81,7 @@ PICTURES: dict[str, tuple[tuple[str, str, Draw], ...]] = {
 }
 """Question -> of each of its pictures the file, beside its page; what it shows; what draws it from rows."""
 
-NAMED = ("compare", "network")
+NAMED = ("compare", "compare_cluster", "network")
 """Questions whose pages other pages name."""
 
 Documents = Sequence[Mapping[str, Any]]
@@ -197,6 +197,8 @@ def of_question(question: str, documents: Documents, *, full: bool) -> str:
     if explanation:
         parts.append("[What the columns mean](#definitions) is below the tables.")
     if answers:
+        if question == "compare_cluster":
+            parts += [choosing.on_a_cluster(answer["rows"]) for answer in answers]
         parts += chosen
         parts += [f"![{shown}]({file})" for file, shown, _ in PICTURES.get(question, ())]
     else:

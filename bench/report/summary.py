@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench.questions.compare.families import NEXT
+from bench.questions.compare.families import COST, NEXT
 from bench.questions.recovery.question import COLD, REPLACED, STAYS, WARM
 from bench.report import restarts
 from bench.report.choosing import EXACT, OURS, counted, leads, measured
@@ -269,8 +269,23 @@ def of_compare(documents: Documents) -> str:
     return f"the table above; next step after {ours:.1f} s, with full checkpoints {files:.1f} s"
 
 
+def of_compare_cluster(documents: Documents) -> str:
+    rows = of(documents, "compare_cluster")
+    named = {"each step": OURS, 'window "auto"': "ecemb (4, 3) window auto", "full checkpoints": "full files"}
+    said = [
+        f"{name}: {found[COST]:.2g} % longer, next step after {found[NEXT]:.1f} s"
+        for name, method in named.items()
+        if {COST, NEXT}
+        <= (found := {row["metric"]: row["value"] for row in rows if row["method"] == method}).keys()
+    ]
+    if not said:
+        raise Unknown(NEXT)
+    return f"{rows[0]['hosts']} hosts, {rows[0]['network']}; {'; '.join(said)}"
+
+
 ANSWERS: dict[str, Callable[[Documents], str]] = {
     "compare": of_compare,
+    "compare_cluster": of_compare_cluster,
     "overhead": of_overhead,
     "recovery": of_recovery,
     "rebuild": of_rebuild,

@@ -18,7 +18,7 @@ def test_what_is_asked() -> None:
     assert [one.name for one in every[2:4]] == ["compare", "cpr"]
     assert every[2].words == ("compare", "--engine", "torchrec", "--setting", "pages")
     assert {"overhead", "overhead-sparse", "overhead-managed-collision"} < {one.name for one in every}
-    assert {one.words[0] for one in every} == set(command.QUESTIONS) - {"gpu"}
+    assert {one.words[0] for one in every} == set(command.QUESTIONS) - {"gpu", "compare_cluster"}
     assert tuple(one.name for one in command.asked(quick=True)) == command.QUICK
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import shlex
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from bench.harness.signature import seal
+from bench.questions.compare_cluster import options
 from cluster import __main__ as command
 from cluster import box as box_module
+from cluster import compare
 from cluster.box import Box, NotPossible
 from cluster.job import GUIDE, SMALL, GuideChanged, changed_script, guide_script
 from cluster.scenarios import Result, killed_of_three
@@ -117,3 +122,25 @@ def test_an_unknown_scenario_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         command.main(["drowned"])
     assert "no scenario drowned; there are: word for word, killed" in capsys.readouterr().err
+
+
+def test_the_comparison_is_submitted_with_the_options_that_are_passed_on(tmp_path: Path) -> None:
+    text = compare.script("1gbit a host", tmp_path, ["--json", "a b.json", "--kills", "1"])
+    assert text.startswith("#!/bin/bash\n#SBATCH --job-name=compare --nodes=4 ")
+    words = shlex.split(text.splitlines()[-1])
+    assert words[:5] == ["exec", sys.executable, "-m", "bench", "compare"]
+    assert words[-4:] == ["--json", "a b.json", "--kills", "1"]
+    parser = argparse.ArgumentParser()
+    options.add(parser)
+    parser.set_defaults(question="compare", quick=False, engine=None, setting=None)
+    given = options.of(parser.parse_args([word for word in words[5:] if word not in ("--json", "a b.json")]))
+    assert given is not None and (given.hosts, given.kills, given.launcher) == (4, 1, "srun")
+    assert given.methods == compare.METHODS and given.network == "1gbit a host"
+
+
+def test_a_comparison_is_skipped_where_a_box_is_not_possible(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(box_module, "missing", lambda: ["munge"])
+    assert compare.main(["--rate", "10gbit"]) == 0
+    assert capsys.readouterr().out == "skipped: a Slurm cluster takes the packages munge\n"

@@ -10,13 +10,41 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from bench.harness.result import Label, Row, once, summary
 from bench.methods.ledger import Account, Life
 from bench.questions.compare.rank import Order
 
-NEXT, CAUGHT_UP, PREPARE = "next_step_s", "caught_up_s", "prepare_s"
+NEXT, CAUGHT_UP, PREPARE, RESTART_SENT = METRICS = (
+    *("next_step_s", "caught_up_s", "prepare_s"),
+    "restart_sent_bytes",
+)
+
+
+class Struck(Protocol):
+    """What failures are counted of.
+
+    Attributes:
+        order: Of the launch, as far as its failures go.
+        accounts: Of each rank.
+    """
+
+    @property
+    def order(self) -> Kills: ...
+    @property
+    def accounts(self) -> Sequence[Account]: ...
+
+
+class Kills(Protocol):
+    """An order to kill ranks.
+
+    Attributes:
+        kills: Lives that end with a failure.
+    """
+
+    @property
+    def kills(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +108,7 @@ def rows_of(
     ]
 
 
-def again(told: Told) -> list[int]:
+def again(told: Struck) -> list[int]:
     """Of each failure, how many steps were begun a second time because of it, on the rank with most."""
     found: list[int] = []
     for number in range(told.order.kills):
@@ -100,10 +128,16 @@ def steps_again(told: Told, labels: Mapping[str, Label]) -> Row:
     )
 
 
-def restarts(told: Told, labels: Mapping[str, Label]) -> list[Row]:
+def restarts(told: Struck, labels: Mapping[str, Label]) -> list[Row]:
     """Returns the rows of what a failure takes until training goes on, a sample for each."""
-    taken: dict[str, list[float]] = {NEXT: [], CAUGHT_UP: [], PREPARE: []}
-    sent: list[float] = []
+    units = {NEXT: "s", CAUGHT_UP: "s", PREPARE: "s", RESTART_SENT: "bytes"}
+    taken = until_next(told)
+    return [summary(metric, unit, taken[metric], **labels) for metric, unit in units.items()]
+
+
+def until_next(told: Struck) -> dict[str, list[float]]:
+    """Metric -> what each failure takes until training goes on."""
+    taken: dict[str, list[float]] = {NEXT: [], CAUGHT_UP: [], PREPARE: [], RESTART_SENT: []}
     for number in range(told.order.kills):
         struck = [life for one in told.accounts if (life := one.lives[number]).struck_at_s is not None]
         struck_s = min(life.struck_at_s for life in struck if life.struck_at_s is not None)
@@ -112,9 +146,8 @@ def restarts(told: Told, labels: Mapping[str, Label]) -> list[Row]:
         taken[NEXT].append(max(ended(lives) for lives in later) - struck_s)
         taken[CAUGHT_UP].append(max(ended(lives, cut_off) for lives in later) - struck_s)
         taken[PREPARE].append(max(lives[0].started_s for lives in later))
-        sent.append(sum(lives[0].start_costs.sent_bytes for lives in later))
-    rows = [summary(metric, "s", samples, **labels) for metric, samples in taken.items()]
-    return [*rows, summary("restart_sent_bytes", "bytes", sent, **labels)]
+        taken[RESTART_SENT].append(sum(lives[0].start_costs.sent_bytes for lives in later))
+    return taken
 
 
 def ended(lives: Sequence[Life], step: int = 0) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import ecemb
 from baselines import slots
-from baselines.cpr import recovery, saved, saving
+from baselines.cpr import living, recovery, saved, saving
 from baselines.cpr.priority import PRIORITIES
 from baselines.cpr.recovery import PartialRecovery
 from baselines.cpr.saved import Mark, SavedRank
@@ -74,6 +74,29 @@ def test_a_survivor_goes_on_bit_by_bit(make: Any, priority: str | None, tmp_path
     method, begin = trained(tmp_path, again, 9, priority)
     assert begin == 6 and equal(again.end(), twin.end())
     assert method.steps_lost == method.costs().samples_lost == 0
+    method.close()
+    assert not [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
+
+
+@pytest.mark.usefixtures("_alone")
+@on_both
+def test_tables_on_a_device_go_on_from_their_images(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables of the CPU stand for those of a device."""
+    for module in (living, recovery):
+        monkeypatch.setattr(module, "is_on_device", lambda tensor: True)
+    script, twin = make(), make()
+    torch.manual_seed(5)
+    for _ in range(9):
+        twin.step()
+    torch.manual_seed(5)
+    method, _ = trained(tmp_path, script, 6)
+    assert method.costs().memory_bytes > sum(path.stat().st_size for path in method.memory()) / 2
+    again = make()
+    again.step()
+    method, begin = trained(tmp_path, again, 9)
+    assert begin == 6 and equal(again.end(), twin.end())
     method.close()
     assert not [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
 
