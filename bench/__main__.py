@@ -1,8 +1,9 @@
-"""`python -m bench QUESTION [--quick] [--seed N] [--json F]`, with options; `... all`; `... report`."""
+"""`python -m bench QUESTION [--quick] [--seed N] [--json F] [--verbose]`; `... all`; `... report`."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import sys
 import time
@@ -11,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench import RESULTS
+from bench import RESULTS, ROOT
 from bench.harness import register
 from bench.harness.result import (
     Arguments,
@@ -31,30 +32,40 @@ from bench.questions.compare_cluster import options as cluster
 if TYPE_CHECKING:
     from bench import suite
 
-QUESTIONS = {
-    "agreement": "what it costs the ranks to agree on a transaction, with 4 to 64 of them (--setting)",
-    "check_n_run": "what Check-N-Run's checkpoints write, keep, stall and lose, beside the paper's",
-    "compare": "what each way of surviving failures costs, and what killed ranks leave (--engine)",
-    "compare_cluster": "the same for a script on a cluster: compare with --launcher, --hosts or --script",
-    "cpr": "what partial recovery saves in overhead and costs in quality, beside CPR's published figures",
-    "drift": "how far rows rebuilt from parity of floats are off, and what one NaN takes from it",
-    "elastic": "how long a move to another number of ranks takes, and what memory for the while",
-    "gpu": "tests, kills, kernels, steps and recovery on a CUDA device, in 8 minutes (make gpu)",
-    "host": "what a window's end costs a host's processors, and how fast tables come back (--base)",
-    "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
-    "memory": "how much memory protection takes",
-    "network": "what steps, agreement and a rebuild cost over links of 1 and 10 Gbit/s (as root)",
-    "overhead": "what protection costs a training step (--engine torchrec or sparse)",
-    "profile": "where the time of a protected step goes, and what bytes it moves (--engine)",
-    "publish": "how fresh the rows are that a follower serves, and what an interval writes",
-    "quality": "what quality a model ends with after failures, under each way of surviving them (--data)",
-    "quantization": "what rows lose in being stored in a few bits, and how fast they are",
-    "rebuild": "how soon training goes on, and how fast, while lost memory is rebuilt beside it",
-    "recovery": "how long a failure stops the training, by how processes start, and how fast a rebuild is",
-    "scaling": "what protection costs a rank when there are more ranks",
-    "simulate": "which method and which code are enough on 16 to 4096 hosts, by simulation (--trace)",
-    "start": "whether many ranks start, and recover a lost one, and what the store has to hold (--setting)",
+THEMES: Mapping[str, Mapping[str, str]] = {
+    "Which method": {
+        "compare": "what each way of surviving failures costs, and what killed ranks leave",
+        "compare_cluster": "the same on a cluster, for your script: compare --hosts, --launcher or --script",
+        "simulate": "which method and which code are enough on 16 to 4096 hosts, by simulation",
+    },
+    "What protection costs": {
+        "overhead": "what it costs a training step",
+        "profile": "where the time of a protected step goes, and what bytes it moves",
+        "memory": "how much memory it takes",
+        "scaling": "what it costs a rank when there are more ranks",
+        "agreement": "what it costs the ranks to agree on a transaction",
+        "network": "what steps, agreement and a rebuild cost over links of 1 and 10 Gbit/s (as root)",
+        "host": "what a window's end costs a host's processors, and how fast tables come back",
+        "gpu": "tests, kills, kernels, steps and recovery on a CUDA device (make gpu)",
+    },
+    "How fast training goes on": {
+        "recovery": "how long a failure stops the training, by how processes start; how fast a rebuild is",
+        "rebuild": "how soon training goes on, and how fast, while lost memory is rebuilt beside it",
+        "start": "whether many ranks start, and recover a lost one, and what the store has to hold",
+        "elastic": "how long a move to another number of ranks takes, and what memory for the while",
+    },
+    "Rivals and parts": {
+        "check_n_run": "what Check-N-Run's checkpoints write, keep, stall and lose, beside the paper's",
+        "cpr": "what partial recovery saves in overhead and costs in quality, beside CPR's published figures",
+        "quality": "what quality a model ends with after failures, under each way of surviving them",
+        "quantization": "what rows lose in being stored in a few bits, and how fast they are",
+        "drift": "how far rows rebuilt from parity of floats are off, and what one NaN takes from it",
+        "publish": "how fresh the rows are that a follower serves, and what an interval writes",
+        "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
+    },
 }
+"""Theme -> its questions -> what each asks."""
+QUESTIONS = {name: about for of_theme in THEMES.values() for name, about in of_theme.items()}
 """Question -> what it asks. `run(arguments) -> list[Row]` in the folder of that name answers it."""
 
 OF_ENGINES = {
@@ -113,7 +124,9 @@ ON_GPUS = ("gpu",)
 ON_CLUSTERS = ("compare_cluster",)
 """Questions that `all` leaves out: they are asked where several hosts are."""
 
-KEEP = "`--json FILE` writes the numbers, for the pages to a file of bench/results"
+KEEP = "the pages are made of files of bench/results: --json bench/results/NAME.json, from a commit"
+LATEST = ROOT / "build" / "bench"
+"""Where an answer goes without --json; the next one takes its place."""
 ALL, REPORT = "all", "report"
 NO_QUESTIONS = {
     ALL: f"asks all of them; with --quick: {', '.join(QUICK)}",
@@ -125,14 +138,23 @@ def main(words: Sequence[str] | None = None) -> None:
     choices = QUESTIONS | NO_QUESTIONS
     parser = argparse.ArgumentParser(
         prog="python -m bench",
-        description="Verifies, measures, prints a table, and writes raw numbers as JSON.",
+        description="Verifies, measures, prints the answer, and writes all numbers as JSON.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"{name:13} {about}" for name, about in choices.items()),
+        epilog=catalogue(),
+        usage="python -m bench QUESTION [--quick] [--seed N] [--json FILE] [--verbose] [options]",
     )
+    words = sys.argv[1:] if words is None else words
+    if not words:
+        print(f"{parser.format_usage()}\n{catalogue()}\n\npython -m bench --help lists all options")
+        return
+    if words[0] in QUESTIONS and {"-h", "--help"} & {*words}:
+        print(about(words[0]))
+        return
     parser.add_argument("question", choices=choices, metavar="QUESTION")
     parser.add_argument("--quick", action="store_true", help="small and short; not for quoting")
     parser.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the raw numbers")
+    parser.add_argument("--verbose", action="store_true", help="print all figures, and not the answer alone")
     parser.add_argument(
         "--json-dir",
         type=Path,
@@ -241,9 +263,10 @@ def main(words: Sequence[str] | None = None) -> None:
         given.pairs or 0,
         given.base,
         more,
+        cluster.methods_of(given) if more is None else (),
     )
     try:
-        failure = _answer(question, run, arguments, given.json)
+        failure = _answer(question, run, arguments, given.json, verbose=given.verbose)
     except (BadFile, BadOption, Unavailable) as error:
         parser.error(str(error))
     if failure:
@@ -251,35 +274,87 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _answer(
-    question: str, run: Callable[[Arguments], list[Row]], arguments: Arguments, path: Path | None
+    question: str,
+    run: Callable[[Arguments], list[Row]],
+    arguments: Arguments,
+    path: Path | None,
+    *,
+    verbose: bool,
 ) -> str:
-    """Asks a question, prints the answer, and writes it to a file, if one is given; quick ones don't count.
+    """Asks a question, prints the answer, and writes it to a file; quick ones don't count.
 
     Returns:
         What was not measured; empty if all was.
     """
-    is_lost = path is None and not arguments.quick and register.is_clean(commit())
-    if is_lost:
-        print(f"nothing will be kept: {KEEP}", flush=True)
-    began, failure = time.monotonic(), ""
     is_registered = path is not None and not arguments.quick
+    kept = path or LATEST / f"{question}.json"
+    if path is None and not arguments.quick and register.is_clean(commit()):
+        print(f"goes to {kept.relative_to(ROOT)}; {KEEP}", file=sys.stderr, flush=True)
+    began, failure = time.monotonic(), ""
     asked_by = line(question, arguments)
-    with register.registered(question, asked_by, path) if is_registered else nullcontext([]) as notes:
+    with (
+        register.registered(question, asked_by, path) if is_registered and path else nullcontext([]) as notes
+    ):
         try:
             rows = run(arguments)
         except Incomplete as error:
             rows, failure = error.rows, str(error)
             notes.append(failure)
-        print(table(rows))
-        if question in ON_CLUSTERS:
-            from bench.report import choosing
+        answer = document(question, arguments, rows, (time.monotonic() - began) / 60)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write(kept, answer)
+    if verbose:
+        print(table(rows), end="\n\n")
+    from bench.report.verdict import verdict  # what draws is not everywhere where things are measured
 
-            print(f"\n{choosing.on_a_cluster([row.to_json() for row in rows])}")
-        if path is not None:
-            write(path, document(question, arguments, rows, (time.monotonic() - began) / 60))
-    if is_lost:
-        print(f"nothing was kept: {KEEP}", flush=True)
+    print(verdict(question, answer, kept))
     return failure
+
+
+def catalogue() -> str:
+    """All questions by theme, with the minutes that they take, and what else `python -m bench` does."""
+    from bench.suite import PLANNED
+
+    lines: list[str] = []
+    for theme, questions in THEMES.items():
+        lines += ["", f"{theme}:"]
+        for name, asks in questions.items():
+            minutes = f"{PLANNED[name]:3.0f} min" if name in PLANNED else "  -    "
+            lines.append(f"  {name:16} {minutes}  {asks}")
+    lines += ["", *(f"{name:18} {asks}" for name, asks in NO_QUESTIONS.items())]
+    return "\n".join([*lines[1:], "", "python -m bench QUESTION --help: what it measures, and its options"])
+
+
+def about(question: str) -> str:
+    """What a question measures, how long it takes, and the options that it has beside those of all."""
+    from bench.suite import PLANNED
+
+    path = ROOT / "bench" / "questions" / question / "question.py"
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    named: list[str] = []
+    if question in OF_ENGINES:
+        named.append(f"--engine {' | '.join(OF_ENGINES[question])} (default: {OF_ENGINES[question][0]})")
+    if question in OF_SETTINGS:
+        named.append(f"--setting {' | '.join(OF_SETTINGS[question])} (default: all; of compare: all methods)")
+    if question in OF_TRACES:
+        named.append("--trace FILE [--system N,M]: faults of a real cluster")
+    if question in OF_RESULTS:
+        named.append("--results FOLDER: answers that it starts from (default: bench/results)")
+    if question in OF_DATA:
+        named.append(f"--data {' | '.join(OF_DATA[question])} PATH: clicks of a file")
+    if question in OF_PAIRS:
+        named.append("--pairs N: of steps, in each case")
+    if question in OF_BASES:
+        named.append("--base FOLDER: clone of an older commit, measured in the same run")
+    if question in ("compare", *ON_CLUSTERS):
+        named.append("--methods A,B,...: names of methods; --launcher, --hosts or --script: on a cluster")
+    minutes = [f"About {PLANNED[question]:g} minutes on two cores."] if question in PLANNED else []
+    parts = [
+        doc,
+        "\n".join(minutes),
+        "\n".join(["Options: --quick, --seed N, --json FILE, --verbose", *named]),
+    ]
+    return "\n\n".join(filter(None, parts))
 
 
 def _ask_all(
@@ -318,7 +393,8 @@ def asked(
     from bench import suite
 
     found: list[suite.Asked] = []
-    for question in QUICK if quick else [one for one in QUESTIONS if one not in (*ON_GPUS, *ON_CLUSTERS)]:
+    every = [one for one in QUESTIONS if one not in (*ON_GPUS, *ON_CLUSTERS)]
+    for question in QUICK if quick else sorted(every, key=lambda one: (one in OF_RESULTS, one)):
         words = [question, *(traces if question in OF_TRACES else ())]
         words += ["--results", str(results)] if question in OF_RESULTS and results else []
         ways = USUAL if quick else IN_ALL.get(question, USUAL)

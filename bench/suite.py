@@ -38,7 +38,7 @@ PLANNED: Mapping[str, float] = {
     "rebuild": 24,
     "recovery": 10,
     "scaling": 1,
-    "simulate": 12,
+    "simulate": 4,
     "start": 1.5,
 }
 """Answer -> the minutes that it is to take on two cores; all together take some three hours."""

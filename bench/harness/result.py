@@ -100,6 +100,7 @@ class Arguments:
         pairs: Pairs of steps to compare in each case, if the question compares pairs; 0 for its own number.
         base: Folder with the clone of an older commit, if the question can be asked of one.
         more: Options of the question alone, if it has some.
+        methods: Names of methods, if the question is asked of some; () for its own.
     """
 
     quick: bool = False
@@ -113,6 +114,7 @@ class Arguments:
     pairs: int = 0
     base: Path | None = None
     more: More | None = None
+    methods: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,7 @@ def command(question: str, arguments: Arguments) -> str:
     if arguments.data is not None:
         words.append(f"--data {arguments.data[0]} {arguments.data[1].name}")
     words += [f"--base {arguments.base.name}"] if arguments.base is not None else []
+    words += [f"--methods '{','.join(arguments.methods)}'"] if arguments.methods else []
     words += arguments.more.words() if arguments.more is not None else []
     words += [f"--seed {arguments.seed}"] if arguments.seed else []
     return " ".join([*words, *(["--quick"] if arguments.quick else [])])

@@ -16,7 +16,7 @@ import pytest
 
 from baselines.method import Costs, Promise
 from bench.harness.ranks import RankFailed
-from bench.harness.result import Arguments, Incomplete, Row, WrongResult, once
+from bench.harness.result import Arguments, BadOption, Incomplete, Row, WrongResult, once
 from bench.harness.torchrun import LaunchFailed
 from bench.methods.ledger import Account, Done, Life
 from bench.methods.registry import METHODS
@@ -440,9 +440,19 @@ def test_metrics_share_a_table() -> None:
         tables.sheet([*rows, rows[0]])
 
 
+def test_methods_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(compare, "measure", lambda scale, *_: asked.append(scale.methods) or [])
+    compare.run(Arguments(methods=("full files", "ecemb (4, 3)")))
+    assert asked == [("full files", "ecemb (4, 3)")]
+    with pytest.raises(BadOption, match=r"--methods has 'prayer'; there are: nothing, ecemb \(4, 3\)"):
+        compare.run(Arguments(methods=("prayer",)))
+
+
 def test_the_full_scale_has_every_method_of_the_pages() -> None:
     assert set(QUICK.methods) | set(FULL.methods) <= set(METHODS)
-    assert {family.shown for family in families.FAMILIES} | {families.CONTROL} <= set(FULL.methods)
+    assert {family.shown for family in families.FAMILIES} | {families.CONTROL} == set(QUICK.methods)
+    assert set(QUICK.methods) <= set(FULL.methods)
     assert (FULL.costs.tables, FULL.costs.rows, FULL.costs.dim) == (26, 200_000, 64)
     assert BY_METHOD["ecemb (6, 4)"].ranks == 6 and BY_METHOD["full dcp async"].ranks == 4
     assert "check-n-run model tracker" not in [case.method for case in cases.on("sparse", FULL.methods)]

@@ -109,22 +109,23 @@ def test_quick_runs_and_those_that_write_nothing_have_no_line(runs: Path, ask: A
     assert not runs.exists()
 
 
-def test_numbers_that_are_not_kept_are_announced(
+def test_an_answer_without_a_file_is_kept_until_the_next_one(
     runs: Path,
     ask: Ask,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "LATEST", tmp_path / "build")
     ask(ROWS)
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == f"nothing will be kept: {command.KEEP}"
-    assert shown[-1] == f"nothing was kept: {command.KEEP}"
+    assert capsys.readouterr().err == f"goes to build/weather.json; {command.KEEP}\n"
+    assert json.loads((tmp_path / "build" / "weather.json").read_text())["question"] == "weather"
     ask(ROWS, "--quick")
     ask(ROWS, "--json", str(tmp_path / "weather.json"))
     monkeypatch.setattr(command, "commit", lambda: "a" * 40 + "-dirty")
     ask(ROWS)
-    assert "kept" not in capsys.readouterr().out
+    assert not capsys.readouterr().err
 
 
 def test_scripts_are_registered_if_they_write_to_the_results(

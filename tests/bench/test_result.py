@@ -90,7 +90,11 @@ def test_the_command_asks_the_question_and_writes_the_answer(
     monkeypatch.setitem(command.QUESTIONS, "weather", "whether it rains")
     command.main(["weather", "--quick", "--seed", "3", "--json", str(tmp_path / "raw.json")])
     assert asked == [Arguments(quick=True, seed=3)]
-    assert capsys.readouterr().out == table(ROWS) + "\n"
+    said = "update_ns_per_row 2.5 to 9 ns; arena_over_tables 1.34 ratio"
+    last = f"3 figures: {tmp_path / 'raw.json'}; --verbose prints them all"
+    assert capsys.readouterr().out.splitlines() == [said, last]
+    command.main(["weather", "--quick", "--verbose", "--json", str(tmp_path / "raw.json")])
+    assert capsys.readouterr().out.startswith(table(ROWS) + "\n")
     assert json.loads((tmp_path / "raw.json").read_text())["question"] == "weather"
 
 

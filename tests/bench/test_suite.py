@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,26 @@ def test_what_is_asked() -> None:
     assert {"overhead", "overhead-sparse", "overhead-managed-collision"} < {one.name for one in every}
     assert {one.words[0] for one in every} == set(command.QUESTIONS) - {"gpu", "compare_cluster"}
     assert tuple(one.name for one in command.asked(quick=True)) == command.QUICK
+
+
+def test_without_a_question_all_are_listed_by_theme(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main([])
+    shown = capsys.readouterr().out
+    for name, minutes in suite.PLANNED.items():
+        if name in command.QUESTIONS:
+            assert re.search(rf"^  {name} +{minutes:.0f} min  ", shown, re.MULTILINE), name
+    assert all(f"\n{theme}:\n" in shown for theme in command.THEMES)
+
+
+@pytest.mark.parametrize("question", command.QUESTIONS)
+def test_a_question_says_what_it_measures_and_its_options(
+    question: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.main([question, "--help"])
+    shown = capsys.readouterr().out
+    assert "Options: --quick, --seed N, --json FILE, --verbose" in shown
+    assert ("--engine" in shown.partition("Options:")[2]) == (question in command.OF_ENGINES)
+    assert ("--setting" in shown.partition("Options:")[2]) == (question in command.OF_SETTINGS)
 
 
 def test_one_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,16 +62,17 @@ One thread a rank, all ranks on one machine. A method that breaks its promise fa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tqdm import tqdm
-
+from bench.harness.progress import Progress
 from bench.harness.ranks import RankFailed
-from bench.harness.result import Arguments, Incomplete, Label, Row, WrongResult, by_metric
+from bench.harness.result import Arguments, BadOption, Incomplete, Label, Row, WrongResult, by_metric
 from bench.harness.torchrun import LaunchFailed
 from bench.questions.compare import charged, failures, measured
-from bench.questions.compare.cases import CASES, Case, on
+from bench.questions.compare.cases import BY_METHOD, CASES, NOTHING, Case, on
 from bench.questions.compare.failures import Deaths
+from bench.questions.compare.families import FAMILIES
 from bench.questions.compare.measured import Measured
 
 
@@ -105,17 +106,25 @@ class Scale:
 
 FULL = Scale()
 QUICK = Scale(
-    ("nothing", "ecemb (4, 3)", "check-n-run intermittent"),
+    (NOTHING, *(family.shown for family in FAMILIES)),
     measured.Scale(
         tables=4, rows=2000, few_rows=400, dim=16, batch=64, pairs=4, launches=1, saves=3, timeout_s=280
     ),
-    Deaths(kills=2, fewer=1),
+    Deaths(kills=1, fewer=1),
 )
 
 
 def run(arguments: Arguments) -> list[Row]:
-    """Answers the question; the metrics are in the module's docstring."""
+    """Answers the question; the metrics are in the module's docstring.
+
+    Raises:
+        BadOption: A method is unknown.
+    """
     scale = QUICK if arguments.quick else FULL
+    if unknown := sorted({*arguments.methods} - BY_METHOD.keys()):
+        raise BadOption(f"--methods has {unknown[0]!r}; there are: {', '.join(BY_METHOD)}")
+    if arguments.methods:
+        return measure(replace(scale, methods=arguments.methods), arguments.engine, arguments.seed)
     if arguments.setting:
         scale = replace(scale, methods=tuple(name for name in scale.methods if name in measured.SHOWN))
     return measure(scale, arguments.engine, arguments.seed)
@@ -129,23 +138,32 @@ def measure(scale: Scale, engine: str, seed: int) -> list[Row]:
         LaunchFailed: The undisturbed training failed.
     """
     cases = on(engine, scale.methods)
-    bar = tqdm(total=2 * len(cases), desc=f"compare, {engine}", unit="part", disable=None)
+    with Progress(f"compare, {engine}", 2 * len(cases)) as progress:
+        rows, failed = _measured(scale, engine, seed, cases, progress)
+    if failed:
+        raise Incomplete(by_metric(rows), "\n\n".join(failed))
+    return by_metric(rows)
+
+
+def _measured(
+    scale: Scale, engine: str, seed: int, cases: Sequence[Case], progress: Progress
+) -> tuple[list[Row], list[str]]:
+    """The rows of all cases, and what failed."""
     rows: list[Row] = []
     failed: list[str] = []
     costs: dict[str, Measured] = {}
     for case in cases:
-        bar.set_postfix_str(f"{case.method}, costs")
+        progress.part(f"{case.method}, costs")
         try:
             costs[case.method] = cost(scale, engine, case, seed)
             rows += costs[case.method].rows
         except (WrongResult, RankFailed) as error:
             failed.append(str(error))
-        bar.update()
     for ranks in sorted({case.ranks for case in cases}):
         of_size = [case for case in cases if case.ranks == ranks]
         with failures.undisturbed(scale.costs, scale.deaths, engine, ranks, of_size, seed) as reference:
             for case in of_size:
-                bar.set_postfix_str(f"{case.method}, failures")
+                progress.part(f"{case.method}, failures")
                 labels = scale.labels(engine, case)
                 try:
                     found, again = failures.killed(
@@ -158,11 +176,7 @@ def measure(scale: Scale, engine: str, seed: int) -> list[Row]:
                         )
                 except (WrongResult, LaunchFailed) as error:
                     failed.append(str(error))
-                bar.update()
-    bar.close()
-    if failed:
-        raise Incomplete(by_metric(rows), "\n\n".join(failed))
-    return by_metric(rows)
+    return rows, failed
 
 
 def cost(scale: Scale, engine: str, case: Case, seed: int) -> Measured:

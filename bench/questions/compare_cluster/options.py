@@ -114,7 +114,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--network", metavar="TEXT", help="for the rows (default: the interfaces' speed)")
     group.add_argument("--script", type=Path, metavar="FILE.py", help="what is trained")
     group.add_argument("--set", action="append", metavar="NAME=VALUE", help="for the script; may be repeated")
-    group.add_argument("--methods", metavar="A,B,...", help="default: those of the head to head")
+    group.add_argument("--methods", metavar="A,B,...", help="also of compare on one machine (default: all)")
     group.add_argument("--kills", type=int, metavar="K", help=f"of each launch (default: {FULL[1]})")
     group.add_argument("--steps", type=int, metavar="S", help=f"of each launch (default: {FULL[0]})")
     group.add_argument("--launches", type=int, metavar="L", help=f"of each method (default: {FULL[2]})")
@@ -127,7 +127,7 @@ def of(given: argparse.Namespace) -> Options | None:
         BadOption: Some don't go together, or one has a value that it can't have.
     """
     values = {name: getattr(given, name) for name in NAMES if getattr(given, name) is not None}
-    if not values:
+    if not values or (given.question == "compare" and values.keys() == {"methods"}):
         return None
     if given.question not in ("compare", "compare_cluster"):
         raise BadOption(f"{_option(next(iter(values)))} is for compare, and not for {given.question}")
@@ -145,11 +145,16 @@ def of(given: argparse.Namespace) -> Options | None:
     steps, kills, launches = QUICK if given.quick else FULL
     values = {"steps": steps, "kills": kills, "launches": launches, **values}
     if "methods" in values:
-        values["methods"] = tuple(one.strip() for one in _COMMA.split(values["methods"]) if one.strip())
+        values["methods"] = methods_of(given)
     values["settings"] = tuple(values.pop("set", ()))
     if values.get("device") == "cuda":
         values.setdefault("backend", "nccl")
     return checked(Options(**values))
+
+
+def methods_of(given: argparse.Namespace) -> tuple[str, ...]:
+    """The names of methods that the command line has."""
+    return tuple(one.strip() for one in _COMMA.split(given.methods or "") if one.strip())
 
 
 def checked(options: Options) -> Options:

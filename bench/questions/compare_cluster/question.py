@@ -43,8 +43,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
+from bench.harness.progress import Progress
 from bench.harness.result import Arguments, BadOption, Incomplete, Label, Row, WrongResult, by_metric, once
 from bench.harness.torchrun import LaunchFailed
 from bench.methods.registry import METHODS, Domain
@@ -139,13 +138,11 @@ class Comparison:
         ]
         found: dict[str, list[Answers]] = {}
         failed: dict[str, str] = {}
-        with self._shared() as shared:
-            bar = tqdm(total=1 + rounds * (2 + len(cases)), desc="compare", unit="launch", disable=None)
+        with self._shared() as shared, Progress("compare", 1 + rounds * (2 + len(cases))) as progress:
+            progress.part(f"{NOTHING}, with failures")
             few = self._launched(shared, NOTHING, plain=0, kills=self.options.kills)
-            bar.update()
             for name in (name for turn in turns for name in turn):
-                bar.set_postfix_str(name)
-                bar.update()
+                progress.part(name)
                 if name in failed:
                     continue
                 try:
@@ -154,7 +151,6 @@ class Comparison:
                     if name in (WITHOUT, CONTROL):
                         raise
                     failed[name] = str(error)
-            bar.close()
         undisturbed = found[WITHOUT][0]
         labels = self._labels(undisturbed)
         rows = cluster_rows.without(found[WITHOUT], found[CONTROL], few, labels)
