@@ -40,6 +40,7 @@ QUESTIONS = {
     "host": "what a window's end costs a host's processors, and how fast tables come back (--base)",
     "kernels": "how fast parity is encoded and updated, against zfec and ISA-L",
     "memory": "how much memory protection takes",
+    "network": "what steps, agreement and a rebuild cost over links of 1 and 10 Gbit/s (as root)",
     "overhead": "what protection costs a training step (--engine torchrec or sparse)",
     "profile": "where the time of a protected step goes, and what bytes it moves (--engine)",
     "publish": "how fresh the rows are that a follower serves, and what an interval writes",

@@ -201,6 +201,24 @@ EXCERPTS: Mapping[str, tuple[Excerpt, ...]] = {
         Excerpt("Parts of an arena, over its tables", ("arena_part_over_tables",)),
         Excerpt("Buffers of a step, over the rows that it touches", ("step_buffers_over_touched",)),
     ),
+    "network": (
+        Excerpt("The links, without ecemb", ("tcp_gbit_per_s", "round_trip_us")),
+        Excerpt(
+            "Wall time that a step takes longer",
+            ("added_wall_pct", "added_wall_ms", "commit_wall_ms"),
+        ),
+        Excerpt("Bytes that a rank sends in a step", ("bytes_per_step",), columns_of="counted_by"),
+        Excerpt("A protected step by phase", ("phase_ms",), columns_of="link"),
+        Excerpt("How long the ranks agree", ("agreement_us",), columns_of="link"),
+        Excerpt(
+            "A recovery of lost memory",
+            ("recovery_s", "rebuild_s", "rebuild_mb_per_s", "rebuild_over_link", "rebuild_over_plain"),
+        ),
+        Excerpt(
+            "Bytes over the link, over those that the guard counts, or that were lost",
+            ("link_over_guard", "received_over_lost"),
+        ),
+    ),
     "overhead": (
         Excerpt(
             "Processor time that a step takes longer",

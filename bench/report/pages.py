@@ -78,7 +78,7 @@ PICTURES: dict[str, tuple[tuple[str, str, Draw], ...]] = {
 }
 """Question -> of each of its pictures the file, beside its page; what it shows; what draws it from rows."""
 
-NAMED = ("compare",)
+NAMED = ("compare", "network")
 """Questions whose pages other pages name."""
 
 Documents = Sequence[Mapping[str, Any]]

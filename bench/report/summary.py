@@ -177,6 +177,23 @@ def of_host(documents: Documents) -> str:
     )
 
 
+def of_network(documents: Documents) -> str:
+    """Of each link, what a commit in each step adds, and how fast lost memory comes back."""
+    rows = of(documents, "network")
+    links = dict.fromkeys(row["link"] for row in rows)
+
+    def said(link: str) -> str:
+        added, speed = (
+            value(rows, metric, link=link, **labels)
+            for metric, labels in (("added_wall_ms", {"window": 1}), ("rebuild_mb_per_s", {}))
+        )
+        return f"{link}: {added:.2g} ms and {speed:.0f} MB/s"
+
+    if not links:
+        raise Unknown("added_wall_ms")
+    return f"what a commit adds to a step, and a rebuild's speed: {'; '.join(map(said, links))}"
+
+
 def of_scaling(documents: Documents) -> str:
     rows = [row for row in of(documents, "scaling") if row["metric"] == "sent_bytes_per_step"]
     found = {row["ranks"]: row["value"] for row in rows if row["kind"] == "deltas"}
@@ -266,6 +283,7 @@ ANSWERS: dict[str, Callable[[Documents], str]] = {
     "quality": of_quality,
     "scaling": of_scaling,
     "agreement": of_agreement,
+    "network": of_network,
     "start": of_start,
     "profile": of_profile,
     "host": of_host,
