@@ -64,7 +64,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
     "kernels": ("bench/questions/kernels", *_BYTES),
     "kills": ("tests/support/check_n_run", "baselines/check_n_run"),
     "memory": ("bench/questions/memory", *_STEP),
-    "network": ("bench/questions/network", _TRAINED[1], *_RESTART),
+    "network": ("bench/questions/network", _TRAINED[1], *_PLAN, *_RESTART),
     "overhead": ("bench/questions/overhead", "bench/workloads/pairs.py", *_STEP),
     "profile": ("bench/questions/profile", *_STEP),
     "publish": ("bench/questions/publish", *_FOLLOWER),

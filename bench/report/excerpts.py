@@ -208,6 +208,7 @@ EXCERPTS: Mapping[str, tuple[Excerpt, ...]] = {
             ("added_wall_pct", "added_wall_ms", "commit_wall_ms"),
         ),
         Excerpt("Bytes that a rank sends in a step", ("bytes_per_step",), columns_of="counted_by"),
+        Excerpt("What the planner computes, beside it", ("measured_s", "planned_s")),
         Excerpt("A protected step by phase", ("phase_ms",), columns_of="link"),
         Excerpt("How long the ranks agree", ("agreement_us",), columns_of="link"),
         Excerpt(

@@ -50,6 +50,8 @@ class Job:
         host_memory_bytes: Memory of a host.
         device_memory_bytes: Memory of a GPU; each rank has one.
         network_bytes_per_s: Speed of a host's network, each way.
+        round_trip_s: Seconds from a small message to another host until its answer is there; with 0, messages
+            take no time besides that of their bytes.
         restart_s: Seconds from a process's death until all processes train again, without data to move
             (chosen).
         replace_s: Seconds until another host replaces a lost one (chosen).
@@ -81,6 +83,7 @@ class Job:
     host_memory_bytes: float = 2e12
     device_memory_bytes: float = 80e9
     network_bytes_per_s: float = 12.5e9
+    round_trip_s: float = 0.0
     restart_s: float = 30.0
     replace_s: float = 120.0
     rebuild_over_network: float = 0.45

@@ -83,6 +83,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_number(machines, "--device-memory-gb", "device_memory_bytes", unit=1e9, metavar="GB", help=memory)
     network, about = "network_bytes_per_s", "of a host (100)"
     _add_number(machines, "--network-gbit", network, unit=1e9 / 8, metavar="GBIT", help=about)
+    about = "between hosts, of a small message and its answer (0: not counted)"
+    _add_number(machines, "--round-trip-us", "round_trip_s", least=0, unit=1e-6, metavar="US", help=about)
     _add_number(machines, "--restart-s", "restart_s", least=0, metavar="S", help="of all processes (30)")
     _add_number(machines, "--replace-s", "replace_s", least=0, metavar="S", help="of a lost host (120)")
     rate = "of the job, any fault (0.0042 lost hosts per host and day)"
@@ -209,11 +211,12 @@ def _job(job: Job) -> str:
             f"a checkpoint (protect(resume=))"
         )
     rows = job.changed_rows()
+    trip = f", {job.round_trip_s * 1e6:,.3g} us there and back" if job.round_trip_s else ""
     return (
         f"{counted(job.hosts, 'host')} x {counted(job.ranks_per_host, 'rank')}, "
         f"{byte_size(job.table_bytes)} of tables on {job.device}, "
         f"{job.cores:,} cores, {byte_size(job.host_memory_bytes)} and "
-        f"{job.network_bytes_per_s * 8 / 1e9:,.0f} Gbit/s per host\n"
+        f"{job.network_bytes_per_s * 8 / 1e9:,.0f} Gbit/s per host{trip}\n"
         f"a step of {job.step_s * 1e3:,.4g} ms changes {rows:,.0f} rows of {job.row_bytes:,.0f} B of a rank, "
         f"{byte_size(rows * job.row_bytes)}\n"
         f"a fault every {hours:,.1f} h; {lost}"

@@ -6,6 +6,7 @@ Owns: the rates of today's code, each with its source, so that faster code chang
 - *In the training thread.* For tables in host memory, each step captures the rows that it is the window's
   first to change. For tables on a GPU a step marks rows there, and the window's end stages them. Then the
   ranks agree.
+  Between hosts, a status is on its way for some half round trips (`on_the_way_s`).
 - *Beside training*, with `overlap`, else in the training thread as well: staged rows are stored in the
   images, deltas laid out and sent, parity changed, by one thread of each rank. A team of threads helps it
   with deltas alone. While less than half of the host's processors run, it does not rest. Else it rests after
@@ -140,6 +141,32 @@ def messages(ranks: int, code: Code) -> int:
     return 2 * (ranks - 1).bit_length() + code.n - 1
 
 
+STATUS, DELTAS, VOTE = "status", "deltas", "vote"
+"""What a commit sends."""
+
+
+def on_the_way_s(job: Job, code: Code, sent_bytes: float) -> dict[str, float]:
+    """What a commit sends -> seconds that its messages are between hosts, all ranks at once; 0 on one host.
+
+    Status and vote take ceil(log2 N) messages each, one after another, to ranks at the distances 1, 2, 4 and
+    so on. The shortest distances, which add up to no more than a host's ranks, cross from a host to another
+    once at most. Deltas go to n - 1 keepers at once, at the speed of a host's network, or of a connection.
+
+    Args:
+        job: The job.
+        code: The code.
+        sent_bytes: Deltas of a rank.
+    """
+    if job.hosts == 1:  # messages stay on the host
+        return dict.fromkeys((STATUS, DELTAS, VOTE), 0.0)
+    short = (job.ranks_per_host + 1).bit_length() - 1
+    between = (job.ranks - 1).bit_length() - short + 1
+    way_s = job.round_trip_s / 2
+    flow_s = sent_bytes / (code.n - 1) / FLOW_BYTES_PER_S
+    network_s = sent_bytes * job.ranks_per_host / job.network_bytes_per_s
+    return {STATUS: between * way_s, DELTAS: way_s + max(flow_s, network_s), VOTE: between * way_s}
+
+
 def cost_of(job: Job, code: Code, steps: int | None = None) -> WindowCost:
     """Computes what a window costs.
 
@@ -164,15 +191,13 @@ def cost_of(job: Job, code: Code, steps: int | None = None) -> WindowCost:
         "exchange": code.r * EXCHANGE_S_PER_GB * gb,
         "apply": code.r * APPLY_S_PER_GB * gb,
     }
-    flow_s = sent / (code.n - 1) / FLOW_BYTES_PER_S
-    network_s = sent * job.ranks_per_host / job.network_bytes_per_s
-    if job.hosts == 1:  # messages stay on the host
-        flow_s = network_s = 0.0
-    exchange_s = max(work["exchange"], flow_s, network_s)
+    on_the_way = on_the_way_s(job, code, sent)
+    exchange_s = max(work["exchange"], on_the_way[DELTAS]) + on_the_way[VOTE]
     fixed_s = (
         COMMIT_S
         + MESSAGE_S * messages(job.ranks, code)
         + DENSE_S_PER_GB * job.dense_bytes / 1e9 * min(1.0, (code.r + 1) / job.ranks)
+        + on_the_way[STATUS]
     )
     waits = {"begin and end of steps": steps * STEP_S, "agreement and dense state": fixed_s}
     beside = work["delta"] + work["apply"]
@@ -226,7 +251,10 @@ def cost_of(job: Job, code: Code, steps: int | None = None) -> WindowCost:
         DRAM: DRAM_BYTES_PER_BYTE * changed * job.ranks_per_host / window_s / DRAM_BYTES_PER_S,
     }
     if job.hosts > 1:
-        used |= {NETWORK: network_s / window_s, FLOW: flow_s / window_s}
+        used |= {
+            NETWORK: sent * job.ranks_per_host / job.network_bytes_per_s / window_s,
+            FLOW: sent / (code.n - 1) / FLOW_BYTES_PER_S / window_s,
+        }
     device: dict[str, float] = {}
     if on_device:
         device = {"marks": job.rank_rows, "staged rows": changed if is_staged else 0.0}

@@ -13,9 +13,10 @@ from bench.harness import links
 from bench.harness.links import Hosts, Link, credit
 from bench.harness.result import Arguments, Row, Unavailable, WrongResult
 from bench.questions.network import question as network
-from bench.questions.network.question import LOOPBACK, LOST, Ground
+from bench.questions.network.question import CODE, LOOPBACK, LOST, Found, Ground
 from bench.questions.network.rank import EXCHANGE, STATUS, VOTE
 from bench.workloads.training_rank import BARE, PROTECTED
+from ecemb.tools.window_cost import MESSAGE_S
 
 RANKS = 4
 LINK = Link("1 Gbit/s", 1, 200)
@@ -30,7 +31,11 @@ def test_every_metric_is_measured_over_every_link(seed: int) -> None:
     assert len(of_links) == 2 and LOOPBACK in of_links
     by_link = {link: {row.metric for row in rows if row.labels["link"] == link} for link in of_links}
     for link, metrics in by_link.items():
-        counted = {"link_over_guard", "received_over_lost"} if link != LOOPBACK else set[str]()
+        counted = (
+            {"link_over_guard", "received_over_lost", "measured_s", "planned_s"}
+            if link != LOOPBACK
+            else set[str]()
+        )
         assert metrics == by_link[LOOPBACK] | counted
     assert not list(Path("/run/netns").glob(f"ecemb-bench-{os.getpid()}-*"))
 
@@ -117,6 +122,27 @@ def test_what_steps_took_and_sent() -> None:
     assert value(rows, "bytes_per_step", counted_by="link") == 1100
     assert value(rows, "bytes_per_step", counted_by="link, training") == 1000
     assert value(rows, "link_over_guard") == pytest.approx(1.1)
+
+
+def test_the_planner_is_beside_it() -> None:
+    """Rows of 512 bytes over a link of 1 Gbit/s; a byte is back after 400 us."""
+    ground = Pretended()
+    plain = [{"gbit_per_s": [0.9]}, {"trip_us": [400.0]}]
+    found = Found([plain], {2: [answers()]}, {8: [answers()]}, [life()])
+    (sent,) = network.beside_planner(network.FULL, ground, found)
+    assert sent.metric == "bytes_per_step" and sent.labels["counted_by"] == "planner"
+    ground.rate_gbit = 1.0
+    rows = list(network.beside_planner(network.FULL, ground, found))
+    way_s = 0.2e-3
+    exchange_s = value(rows, "planned_s", what="exchange, window 2")
+    assert exchange_s == pytest.approx(way_s + 2 * sent.value / 125e6)
+    assert value(rows, "measured_s", what="exchange, window 2") == pytest.approx(0.499)
+    agreement_s = value(rows, "planned_s", what="agreement, 8 ranks")
+    assert agreement_s == pytest.approx((3 + 1 + 3) * way_s + (3 + 3 + CODE.n - 1) * MESSAGE_S)
+    assert value(rows, "measured_s", what="agreement, 8 ranks") == pytest.approx(3 * 0.499)
+    lost_bytes = network.FULL.lost_rows * 512 * 4 / 3
+    assert value(rows, "planned_s", what="rebuild") == pytest.approx(lost_bytes / (0.45 * 125e6))
+    assert value(rows, "measured_s", what="rebuild") == 0.5
 
 
 def test_an_agreement_lasts_from_the_last_rank_that_comes_to_the_last_that_leaves() -> None:

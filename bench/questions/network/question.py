@@ -27,6 +27,9 @@ hosts share the machine's processors and its kernel, which carries each packet f
   over the latter. `rebuild_over_link`: that speed over the control's stream in the same run.
   `rebuild_over_plain`: over that of plain gloo with the same messages between the same ranks, just after it.
   `received_over_lost`: what came over the replacement rank's link, over what was lost.
+- `planned_s`, beside `measured_s`: what `ecemb plan` computes for the link's rate and for the round trip of
+  the control: a step's exchange of deltas, an agreement (status, exchange and vote of a small table), a
+  rebuild. It has a processor for each rank. Bytes that are counted by the `planner` are those of its rows.
 
 In the end both models have to hold the same bytes, parity has to fit all rows, and a recovered rank has to
 hold the bytes that it had before the kill.
@@ -47,7 +50,9 @@ import numpy as np
 from bench.harness.links import Hosts, Link, check
 from bench.harness.ranks import Ranks
 from bench.harness.result import Arguments, Label, Row, WrongResult, by_metric, once, summary
+from bench.questions.network import planned
 from bench.questions.network.rank import (
+    EXCHANGE,
     METHODS,
     TOGETHER,
     Life,
@@ -62,6 +67,7 @@ from bench.questions.recovery.wire import SAME
 from bench.workloads.training_rank import BARE, PHASE, PROTECTED, Order
 from ecemb.coding.code import Code
 from ecemb.memory.scan import remove
+from ecemb.tools.job import Job
 
 CODE = Code(4, 3)
 LOST = 1
@@ -135,6 +141,7 @@ class Ground:
     def __init__(self, hosts: Hosts | None, link: Link | None) -> None:
         self._hosts = hosts
         self.labels: dict[str, Label] = {"link": LOOPBACK}
+        self.rate_gbit = link.rate_gbit if link is not None else 0.0
         self.is_counted = hosts is not None
         if hosts is not None and link is not None:
             delay = f"{hosts.delay_us:g} us" if hosts.delay_us else "no delay"
@@ -201,7 +208,9 @@ def run(arguments: Arguments) -> list[Row]:
             places = range(len(grounds))[:: -1 if launch % 2 else 1]
             for place in places:
                 measure(scale, grounds[place], found[place], arguments.seed + launch)
-    rows = [row for ground, one in zip(grounds, found, strict=True) for row in rows_of(ground, one)]
+    rows: list[Row] = []
+    for ground, one in zip(grounds, found, strict=True):
+        rows += [*rows_of(ground, one), *beside_planner(scale, ground, one)]
     return by_metric(rows)
 
 
@@ -329,6 +338,48 @@ def rows_of(ground: Ground, found: Found) -> Iterator[Row]:
     yield from of_recovery(ground, found.recovered, statistics.median(speeds))
 
 
+def beside_planner(scale: Scale, ground: Ground, found: Found) -> Iterator[Row]:
+    """Returns what the planner computes for the same jobs, and beside its times what was measured.
+
+    A link without a rate has no times: the planner knows no network that is a copy.
+    """
+    trips = [trip for answers in found.plain for trip in answers[1]["trip_us"]]
+    labels, trip_s = ground.labels, statistics.median(trips) / 1e6
+
+    def job(ranks: int = CODE.n, tables: int = scale.tables, rows: int = scale.rows) -> Job:
+        return planned.job_on(
+            ground.rate_gbit,
+            trip_s,
+            ranks=ranks,
+            tables=tables,
+            rows=rows,
+            row_bytes=2 * 4 * scale.dim,
+            batch=scale.batch,
+            skew=scale.skew,
+        )
+
+    def pair(what: str, measured_s: float, planned_s: float) -> Iterator[Row]:
+        yield once("measured_s", "s", measured_s, **labels, what=what)
+        yield once("planned_s", "s", planned_s, **labels, what=what)
+
+    for window in found.steps:
+        sent = planned.deltas_bytes(job(), CODE, window) / window
+        yield once("bytes_per_step", "bytes", sent, **labels, window=window, counted_by="planner")
+    if not ground.rate_gbit:
+        return
+    for window, launches in found.steps.items():
+        took_s = float(np.concatenate([together(answers, EXCHANGE) for answers in launches]).mean())
+        yield from pair(f"exchange, window {window}", took_s, planned.deltas_s(job(), CODE, window))
+    for ranks, launches in found.agreed.items():
+        took_s = float(sum(together(answers, what).mean() for answers in launches for what in TOGETHER))
+        took_s /= len(launches)
+        yield from pair(f"agreement, {ranks} ranks", took_s, planned.agreement_s(job(ranks), CODE))
+    rebuild_s = statistics.median(map(rebuild_of, found.recovered))
+    yield from pair(
+        "rebuild", rebuild_s, planned.rebuild_s(job(tables=1, rows=CODE.n * scale.lost_rows), CODE)
+    )
+
+
 def of_steps(ground: Ground, window: int, launches: Sequence[Answers]) -> Iterator[Row]:
     """Returns what steps took and sent."""
     labels: dict[str, Label] = {**ground.labels, "window": window}
@@ -415,7 +466,7 @@ def of_recovery(ground: Ground, launches: Sequence[Answers], gbit_per_s: float) 
     """
     labels = ground.labels
     lost = [answers[LOST] for answers in launches]
-    rebuild_s = [max(answer["seconds"].get("rebuild", 0.0) for answer in answers) for answers in launches]
+    rebuild_s = [rebuild_of(answers) for answers in launches]
     yield summary("recovery_s", "s", [max(one["total_s"] for one in a) for a in launches], **labels)
     yield summary("rebuild_s", "s", rebuild_s, **labels)
     speeds = [one["memory_bytes"] / s / 1e6 for one, s in zip(lost, rebuild_s, strict=True)]
@@ -428,3 +479,8 @@ def of_recovery(ground: Ground, launches: Sequence[Answers], gbit_per_s: float) 
     if ground.is_counted:
         received = [one["received_bytes"] / one["memory_bytes"] for one in lost]
         yield summary("received_over_lost", "ratio", received, **labels)
+
+
+def rebuild_of(answers: Answers) -> float:
+    """Seconds of a rebuild, of the rank that took longest."""
+    return max(answer["seconds"].get("rebuild", 0.0) for answer in answers)

@@ -200,6 +200,13 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(shown["refused"]) == ["(10, 8) over hosts"]
 
 
+def test_a_round_trip_makes_each_commit_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *WORDS, "--round-trip-us", "400", "--code", "4,3"]) == 0
+    assert "100 Gbit/s per host, 400 us there and back\n" in capsys.readouterr().out
+    near, far = (estimate(replace(JOB, round_trip_s=trip_s), Code(4, 3)) for trip_s in (0.0, 400e-6))
+    assert far.window.overhead > near.window.overhead
+
+
 def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *WORDS, "--ranks-per-host", "1000000"]) == 1
     assert "ecemb: a job can have at most 1,048,576 ranks" in capsys.readouterr().err

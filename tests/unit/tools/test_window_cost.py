@@ -20,7 +20,7 @@ from ecemb.step import transaction
 from ecemb.step.interval import LONGEST_S, MOST, published_mtbf
 from ecemb.tools import window_cost
 from ecemb.tools.job import Job, distinct
-from ecemb.tools.window_cost import auto_steps, cost_of, memory_of, roomy_steps
+from ecemb.tools.window_cost import auto_steps, cost_of, memory_of, on_the_way_s, roomy_steps
 
 CODE = Code(4, 3)
 RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
@@ -299,3 +299,43 @@ def test_training_waits_for_the_commit_as_reckoned(
         throttle.rest()
     late_s = max(0.0, wait.now_s - window_s)
     assert window_cost.late_s(store_s, parts_s, window_s) == pytest.approx(late_s, abs=0.03 * window_s)
+
+
+def ways(hosts: int, per_host: int) -> int:
+    """Messages between hosts that the last rank of a dissemination waits for, one after another."""
+    ranks = hosts * per_host
+    waited = [0] * ranks
+    for number in range((ranks - 1).bit_length()):
+        before = [(rank - (1 << number)) % ranks for rank in range(ranks)]
+        waited = [
+            max(waited[rank], waited[other] + (rank // per_host != other // per_host))
+            for rank, other in enumerate(before)
+        ]
+    return max(waited)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4, 8, 13, 64])
+@pytest.mark.parametrize("per_host", [1, 2, 3, 4, 6, 8])
+def test_a_status_is_on_its_way_between_hosts_as_often_as_its_rounds(hosts: int, per_host: int) -> None:
+    job = replace(LARGE, hosts=hosts, ranks_per_host=per_host, round_trip_s=2.0)
+    found = on_the_way_s(job, CODE, 0.0)
+    assert found["status"] == found["vote"] and found["deltas"] == 1
+    if hosts.bit_count() == per_host.bit_count() == 1:
+        assert found["status"] == ways(hosts, per_host)
+    assert ways(hosts, per_host) <= found["status"] <= ways(hosts, per_host) + 2
+    if per_host == 1:
+        assert found["status"] == math.ceil(math.log2(hosts)) == ways(hosts, 1)
+
+
+def test_the_network_by_hand() -> None:
+    """One gigabyte of a rank, eight ranks of a host at 100 Gbit/s, or three connections at 5 Gbit/s each."""
+    far = replace(LARGE, round_trip_s=0.4e-3)
+    assert on_the_way_s(far, CODE, 1e9) == pytest.approx(
+        {"status": 0.8e-3, "deltas": 0.2e-3 + 8 / 12.5, "vote": 0.8e-3}
+    )
+    fast = replace(far, network_bytes_per_s=1e15)
+    assert on_the_way_s(fast, CODE, 1e9)["deltas"] == pytest.approx(0.2e-3 + 1 / 3 / 0.625)
+    assert set(on_the_way_s(replace(far, hosts=1), CODE, 1e9).values()) == {0.0}
+    near = replace(far, overlap=False, round_trip_s=0.0)
+    added_s = [sum(cost_of(job, CODE, 1).waits_s.values()) for job in (replace(far, overlap=False), near)]
+    assert added_s[0] - added_s[1] == pytest.approx(0.8e-3 + 0.2e-3 + 0.8e-3)
