@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +87,9 @@ OF_PAIRS = ("overhead",)
 """Questions that compare pairs of steps, as many as are asked for."""
 
 LEAST_PAIRS = 2
+
+OF_NETWORKS = ("simulate",)
+"""Questions that can be asked of hosts on a network of a rate and a round trip."""
 
 OF_BASES = ("host",)
 """Questions that can also be asked of an older commit's clone, in the same run."""
@@ -174,6 +178,13 @@ def main(words: Sequence[str] | None = None) -> None:
         metavar="FOLDER",
         help=f"clone of an older commit, to be measured in the same run, for {', '.join(OF_BASES)}",
     )
+    parser.add_argument(
+        "--network",
+        type=_network,
+        metavar="GBIT,US",
+        help=f"rate of a host's network, and a round trip in microseconds, for {', '.join(OF_NETWORKS)}: "
+        "messages wait for them, where else costs of one machine stand for all",
+    )
     given = parser.parse_args(words)
     if given.json_dir is not None and given.question not in NO_QUESTIONS:
         parser.error(f"--json-dir is for {' and '.join(NO_QUESTIONS)}; for {given.question}: --json FILE")
@@ -205,6 +216,8 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(f"--pairs is at least {LEAST_PAIRS}; it is {given.pairs}")
     if given.base is not None and given.question not in OF_BASES:
         parser.error(f"{given.question} is not asked of another commit; {', '.join(OF_BASES)} is")
+    if given.network is not None and given.question not in OF_NETWORKS:
+        parser.error(f"{given.question} is not asked of a network; {', '.join(OF_NETWORKS)} is")
     data = None
     if given.data is not None:
         formats = OF_DATA.get(given.question, ())
@@ -228,6 +241,7 @@ def main(words: Sequence[str] | None = None) -> None:
         given.results or RESULTS,
         given.pairs or 0,
         given.base,
+        given.network,
     )
     try:
         failure = _answer(given.question, run, arguments, given.json)
@@ -235,6 +249,19 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     if failure:
         sys.exit(failure)
+
+
+def _network(text: str) -> tuple[float, float]:
+    """Parses a rate and a round trip."""
+    try:
+        rate_gbit, trip_us = (float(part) for part in text.split(","))
+    except ValueError:
+        rate_gbit = trip_us = math.nan
+    if not (0 < rate_gbit < math.inf and 0 < trip_us < math.inf):
+        raise argparse.ArgumentTypeError(
+            f"a network is GBIT,US, both above 0, for example 10,400; got {text!r}"
+        )
+    return rate_gbit, trip_us
 
 
 def _answer(

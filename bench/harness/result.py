@@ -87,6 +87,8 @@ class Arguments:
         results: Folder of the answers to other questions, which some start from.
         pairs: Pairs of steps to compare in each case, if the question compares pairs; 0 for its own number.
         base: Folder with the clone of an older commit, if the question can be asked of one.
+        network: Of hosts, Gbit/s and a round trip in microseconds, if the question can be asked of one; None
+            for its own.
     """
 
     quick: bool = False
@@ -99,6 +101,7 @@ class Arguments:
     results: Path = RESULTS
     pairs: int = 0
     base: Path | None = None
+    network: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,8 @@ def command(question: str, arguments: Arguments) -> str:
     words += [f"--system {arguments.system}"] if arguments.system else []
     if arguments.data is not None:
         words.append(f"--data {arguments.data[0]} {arguments.data[1].name}")
+    if arguments.network is not None:
+        words.append("--network {:g},{:g}".format(*arguments.network))
     words += [f"--base {arguments.base.name}"] if arguments.base is not None else []
     words += [f"--seed {arguments.seed}"] if arguments.seed else []
     return " ".join([*words, *(["--quick"] if arguments.quick else [])])

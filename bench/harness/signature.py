@@ -81,7 +81,7 @@ CODE: Mapping[str, tuple[str, ...]] = {
 packages of ecemb that they measure. What these import of bench/ and baselines/ counts as well: see `code`."""
 
 INPUTS: Mapping[str, tuple[str, ...]] = {
-    "simulate": ("agreement.json", "compare.json", "overhead.json", "recovery.json")
+    "simulate": ("agreement.json", "compare.json", "network.json", "overhead.json", "recovery.json")
 }
 """Question -> files of other answers that it starts from, where they exist."""
 

@@ -61,7 +61,7 @@ def test_answers_that_a_question_starts_from_are_those_that_it_reads(
         return []
 
     monkeypatch.setattr(methods, "_rows", rows)
-    methods.costs(tmp_path)
+    methods.costs(tmp_path, over_links=True)
     assert {path.name for path in read} == {*signature.INPUTS["simulate"]}
 
 

@@ -20,6 +20,7 @@ from baselines.cpr.job import CprJob
 from baselines.cpr.overhead import Costs, Policy
 from bench import __main__ as command
 from bench.harness.result import Arguments, BadFile, Row, WrongResult
+from bench.harness.result import command as line
 from bench.questions.simulate import checks as simulate_checks
 from bench.questions.simulate import methods as simulate_methods
 from bench.questions.simulate import picture as simulate_picture
@@ -519,11 +520,11 @@ def test_a_commit_by_ranks_is_taken_from_what_ranks_pay_to_agree(tmp_path: Path)
 
 @pytest.mark.parametrize("way", ["window 16", "window auto"])
 def test_ways_that_make_a_step_cheaper(way: str) -> None:
-    each, _ = simulate_methods.added(JOB, CHOSEN, "ecemb", 1)
-    other, window = simulate_methods.added(JOB, CHOSEN, "ecemb", 1, way)
+    each, _ = simulate_methods.added(JOB, CHOSEN, "ecemb", Code(4, 3))
+    other, window = simulate_methods.added(JOB, CHOSEN, "ecemb", Code(4, 3), way)
     assert 0 < other <= each
     assert window > 1
-    more, _ = simulate_methods.added(replace(JOB, hosts=1024), CHOSEN, "ecemb", 1, way)
+    more, _ = simulate_methods.added(replace(JOB, hosts=1024), CHOSEN, "ecemb", Code(4, 3), way)
     assert more >= other or way == "window auto"  # which is longer, the dearer a commit is
 
 
@@ -591,3 +592,55 @@ def test_saves_and_steps_of_rivals_cost_what_compare_says(tmp_path: Path) -> Non
     rank_gb = JOB.table_bytes / JOB.hosts / JOB.ranks_per_host / 1e9
     assert ways["full, async"].save_h * 3600 == pytest.approx(rank_gb * 0.5)
     assert ways["CPR"].overhead == 0.02 and ways["Check-N-Run"].overhead == 0
+
+
+def test_a_step_waits_for_its_messages_where_the_network_is_given() -> None:
+    """128 hosts of 8 ranks: a status is between hosts in 8 of its 10 rounds."""
+    near, code = replace(JOB, hosts=128, ranks_per_host=8), Code(4, 3)
+    far = simulate.on_network(near, 10, 400)
+    assert (far.network_bytes_per_s, far.round_trip_s) == (1.25e9, pytest.approx(400e-6))
+
+    def waited_s(family: str, code: Code, way: str = "") -> float:
+        return (
+            simulate_methods.added(far, CHOSEN, family, code, way)[0]
+            - (simulate_methods.added(near, CHOSEN, family, code, way)[0])
+        )
+
+    changed = far.changed_rows() * (far.record_bytes + 8)
+    crossed_s = 8 * changed / 1.25e9 + 200e-6
+    assert waited_s("copies", Code(2, 1)) == pytest.approx(crossed_s)
+    assert waited_s("ecemb", code) == pytest.approx(crossed_s + 2 * 8 * 200e-6)
+    _, window = simulate_methods.added(far, CHOSEN, "ecemb", code, simulate_methods.BESIDE)
+    assert waited_s("ecemb", code, simulate_methods.BESIDE) == pytest.approx(8 * 200e-6 / window)
+    assert {one.labels["what"]: one.value for one in simulate_methods.rows_of(CHOSEN, far)}[
+        "round trip"
+    ] == 400
+    assert "round trip" not in {one.labels["what"] for one in simulate_methods.rows_of(CHOSEN, near)}
+
+
+def test_a_rebuild_over_links_is_that_of_the_link_that_limits_it(tmp_path: Path) -> None:
+    assert simulate_methods.costs(tmp_path, over_links=True)["rebuild"].source.startswith("chosen")
+    rows = [
+        {"metric": "rebuild_over_link", "link": link, "value": value, "low": value - 0.1, "high": value + 0.2}
+        for link, value in (("loopback", 0.1), ("1 Gbit/s by tbf", 0.9))
+    ]
+    (tmp_path / "network.json").write_text(json.dumps({"rows": rows}))
+    found = simulate_methods.costs(tmp_path, over_links=True)["rebuild"]
+    assert (found.value, found.low, found.high) == (0.9, pytest.approx(0.8), 1.0)
+    assert found.at("cheap").value == 1.0
+    assert found.source == "measured: network.json, 1 Gbit/s by tbf"
+    assert simulate_methods.costs(tmp_path)["rebuild"].source == "chosen: recovery.json doesn't say"
+
+
+@pytest.mark.parametrize("network", ["10", "10,0", "-1,400", "fast,400", "10,400,1", "inf,1"])
+def test_a_network_that_is_none(network: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["simulate", f"--network={network}"])
+    assert f"both above 0, for example 10,400; got {network!r}" in capsys.readouterr().err
+
+
+def test_a_network_is_for_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["drift", "--network", "10,400"])
+    assert "drift is not asked of a network; simulate is" in capsys.readouterr().err
+    assert line("simulate", Arguments(network=(10.0, 400.0))) == "python -m bench simulate --network 10,400"

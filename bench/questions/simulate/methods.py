@@ -29,7 +29,7 @@ from ecemb.errors import PlacementError
 from ecemb.step.interval import best
 from ecemb.tools.cost import MONTH_H, Odds, host_recovery_s, losses_per_month, placed
 from ecemb.tools.job import Job
-from ecemb.tools.window_cost import DENSE_S_PER_GB
+from ecemb.tools.window_cost import DELTAS, DENSE_S_PER_GB, ROW_HEAD_BYTES, STATUS, on_the_way_s
 
 LONGEST_H = 24.0
 """Between durable saves under a method that survives in memory (chosen)."""
@@ -41,6 +41,8 @@ CHECK_N_RUN_H = 0.5
 """Between saves (published); Young's interval instead, where that is shorter (chosen)."""
 OVERHEAD, ENGINE = "overhead.json", "torchrec"
 """The answer that the costs of a step are fitted to, and the engine of tables that they are of."""
+OVER_LINKS = "network.json"
+"""The answer that has rebuilds over links."""
 COMPARED = "compare.json"
 """The answer that has the costs of saves."""
 SAVES = {
@@ -60,8 +62,9 @@ MEASURED_RANKS, MEASURED_RECORD_BYTES = 4, 264
 CHOSEN_STEPS = {"ecemb": (0.0, 0.015, 0.0, 1e-6), "copies": (0.0, 0.005, 3e-7, 6e-7)}
 """`step_cost.TERMS` in seconds, where nothing was measured."""
 CODES = (Code(4, 3), Code(8, 7), Code(6, 4), Code(10, 8))
-WAYS = ("", "window 16", "window auto")
-"""Of ecemb: each step commits, or 16 together, or Young's number of them."""
+BESIDE = "window auto"
+WAYS = ("", "window 16", BESIDE)
+"""Of ecemb: each step commits, or 16 together, or Young's number of them, beside the steps that follow."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,14 @@ class Cost:
         return Row("assumed", self.value, self.unit, low, high, 1, {"what": name, "marked": self.source})
 
 
-def costs(results: Path = RESULTS) -> dict[str, Cost]:
+def costs(results: Path = RESULTS, *, over_links: bool = False) -> dict[str, Cost]:
     """Returns all of them: measured ones from the answers about overhead and recovery in a folder.
 
     What a file doesn't have, or where there is none, is chosen.
+
+    Args:
+        results: The folder.
+        over_links: Whether a rebuild is as fast as over links, if that was measured, not as on one machine.
     """
     found = {
         "storage": Cost(0.2, "GB/s", "derived: for a host, so that a save takes CPR's 5 minutes (recalled)"),
@@ -134,7 +141,20 @@ def costs(results: Path = RESULTS) -> dict[str, Cost]:
     wanted = {"metric": "rebuild_over_wire", "code": "(4, 3)", "over": "same messages"}
     rebuild = _measured(recovery, wanted, 1.0, "of the network", "recovery.json", 0.45)
     found["rebuild"] = replace(rebuild, more_is_better=True)
+    if over_links and (rebuild := _over_links(_rows(results / OVER_LINKS))) is not None:
+        found["rebuild"] = rebuild
     return found
+
+
+def _over_links(rows: Sequence[Mapping[str, Any]]) -> Cost | None:
+    """The part of a link's rate that a rebuild reaches where the link limits it; None if not measured."""
+    parts = [row for row in rows if row["metric"] == "rebuild_over_link"]
+    if not parts:
+        return None
+    most = max(parts, key=lambda row: row["value"])
+    value, high = (min(1.0, most[key]) for key in ("value", "high"))
+    source = f"measured: {OVER_LINKS}, {most['link']}"
+    return Cost(value, "of the network", source, min(1.0, most["low"]), high, more_is_better=True)
 
 
 def _step_costs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Cost]:
@@ -181,16 +201,19 @@ def _by_ranks(rows: Sequence[Mapping[str, Any]], commit_s: float) -> Cost | None
     return Cost(more("value", "value"), "of log2", source, more("low", "high"), more("high", "low"))
 
 
-def added(job: Job, cost: Mapping[str, Cost], family: str, parity: int, way: str = "") -> tuple[float, int]:
+def added(job: Job, cost: Mapping[str, Cost], family: str, code: Code, way: str = "") -> tuple[float, int]:
     """Seconds that protection adds to a step, and steps in a window.
+
+    Where the job has a round trip, messages wait for the network.
 
     Args:
         job: The job.
         cost: All of them; see `costs`.
         family: "ecemb" or "copies".
-        parity: r, or the number of further copies.
+        code: Of the parity; of copies, (copies, 1).
         way: Of `WAYS`.
     """
+    parity = code.r
     step, commit, row, row_and_parity = (cost[f"{family}: {name}"] for name in step_cost.TERMS)
     rounds = max(1.0, math.log2(job.ranks) / math.log2(MEASURED_RANKS))
     times = 1 + (rounds - 1) * cost["commit by ranks"].value
@@ -198,10 +221,29 @@ def added(job: Job, cost: Mapping[str, Cost], family: str, parity: int, way: str
     rows = job.changed_rows() * job.record_bytes / MEASURED_RECORD_BYTES
     commit_s = times * commit.value + dense_s
     rows_s = rows * (row.value + parity * row_and_parity.value)
-    window = {"window 16": 16, "window auto": best(commit_s + rows_s, job.step_s, job.mtbf_s)}.get(way, 1)
+    window = {"window 16": 16, BESIDE: best(commit_s + rows_s, job.step_s, job.mtbf_s)}.get(way, 1)
     rows *= window ** cost["rows by window"].value
     weights = ((step, 1.0), (commit, times / window), (row, rows), (row_and_parity, parity * rows))
-    return dense_s / window + together(weights), window
+    waits_s = _waited_s(job, family, code, way, window, rows) if job.round_trip_s else 0.0
+    return dense_s / window + together(weights) + waits_s, window
+
+
+def _waited_s(job: Job, family: str, code: Code, way: str, window: int, rows: float) -> float:
+    """Seconds of a step in which training waits until messages have crossed the network.
+
+    Args:
+        job: The job.
+        family: See `added`, as for the code and the way.
+        code: Of the parity.
+        way: Of `WAYS`.
+        window: Steps of a transaction.
+        rows: That a step sends, of `MEASURED_RECORD_BYTES`.
+    """
+    sent_bytes = code.r * window * rows * MEASURED_RECORD_BYTES * (1 + ROW_HEAD_BYTES / job.record_bytes)
+    ways_s = on_the_way_s(job, code, sent_bytes)
+    if family == "copies":  # nothing is agreed on
+        return ways_s[DELTAS]
+    return (ways_s[STATUS] if way == BESIDE else sum(ways_s.values())) / window
 
 
 def together(weights: Sequence[tuple[Cost, float]]) -> float:
@@ -217,10 +259,13 @@ def together(weights: Sequence[tuple[Cost, float]]) -> float:
 
 def rows_of(all_costs: Mapping[str, Cost], job: Job) -> list[Row]:
     """The numbers that the simulation stands on, as rows: costs, and the job's own."""
+    network = "given" if job.round_trip_s else "chosen"
+    trip = (("round trip", job.round_trip_s * 1e6, "us", network),) if job.round_trip_s else ()
     own = (
+        *trip,
         ("restart", job.restart_s, "s", "chosen"),
         ("replace a host", job.replace_s, "s", "chosen: a spare waits"),
-        ("network of a host", job.network_bytes_per_s / 1e9, "GB/s", "chosen"),
+        ("network of a host", job.network_bytes_per_s / 1e9, "GB/s", network),
         ("tables on a host", job.table_bytes / job.hosts / 1e9, "GB", "chosen"),
         ("faults that take a host", job.host_share, "of all", "published: DLRover"),
         ("of those, several at once", job.burst_share, "of all", "derived from InfiniteHBD's trace"),
@@ -330,7 +375,7 @@ def methods(job: Job, all_costs: Mapping[str, Cost], spread: str = "host") -> li
     for way in WAYS:
         live += [(f"ecemb ({one.n}, {one.k}){way and ', '}{way}", one, "ecemb", way) for one in CODES]
     for name, code, family, way in live:
-        added_s, window = added(job, all_costs, family, code.r, way)
+        added_s, window = added(job, all_costs, family, code, way)
         again_h = (window - 1) / 2 * job.step_s / 3600  # half a window runs again
         in_memory(
             name,

@@ -51,6 +51,9 @@ Faults: 4.2e-3 lost hosts per host and day (published: InfiniteHBD), three times
   a rank that is lost within a window of copies alone would go back alone; with the transactions that prevent
   it they are ecemb's `Code(2, 1)`. Copies to memory are of a rank, in processor time, from the stalls of
   saves in `compare`. What is added to a restart is rather too much: 256 MiB of lost memory are rebuilt in it.
+  With `--network GBIT,US` steps wait until status, bytes and vote have crossed such a network, with "auto"
+  for the status alone; a rebuild reaches the part of a link's rate that `network` measures. Without it, costs
+  of one machine stand for messages.
 """
 
 from __future__ import annotations
@@ -153,8 +156,9 @@ def run(arguments: Arguments) -> list[Row]:
     """
     quick = arguments.quick
     traces = [trace for path in arguments.traces for trace in read(path, arguments.system)]
-    all_costs = costs(arguments.results)
-    job = measured(JOB, all_costs)
+    base = JOB if arguments.network is None else on_network(JOB, *arguments.network)
+    all_costs = costs(arguments.results, over_links=arguments.network is not None)
+    job = measured(base, all_costs)
     rows = checks(QUICK_FAULTS if quick else FAULTS, arguments.seed, 5 * CLOSE if quick else CLOSE)
     rows += trainings(job, all_costs, quick=quick, seed=arguments.seed)
     rows += within_costs(job, all_costs, quick=quick, seed=arguments.seed)
@@ -169,6 +173,11 @@ def run(arguments: Arguments) -> list[Row]:
     others = replaced(job, all_costs, faults, arguments.seed)
     tried = turned(job, all_costs, QUICK_TURNED_FAULTS if quick else TURNED_FAULTS, arguments.seed)
     return [*rows, *cells, *by_metric([*places([*cells, *others]), *tried]), *rows_of(all_costs, job)]
+
+
+def on_network(job: Job, rate_gbit: float, round_trip_us: float) -> Job:
+    """The job, whose hosts have a network of this rate and round trip."""
+    return replace(job, network_bytes_per_s=rate_gbit * 1e9 / 8, round_trip_s=round_trip_us / 1e6)
 
 
 def said(trace: Trace) -> Row:
