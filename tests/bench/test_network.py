@@ -11,10 +11,11 @@ import pytest
 
 from bench.harness import links, relay
 from bench.harness.links import Hosts, Link, credit
-from bench.harness.result import Arguments, Row, Unavailable, WrongResult
+from bench.harness.result import Arguments, Row, Unavailable, WrongResult, by_metric, document
 from bench.questions.network import question as network
 from bench.questions.network.question import CODE, LOOPBACK, LOST, Found, Ground
 from bench.questions.network.rank import EXCHANGE, STATUS, VOTE
+from bench.report import pages, summary
 from bench.workloads.training_rank import BARE, PROTECTED
 from ecemb.tools.window_cost import MESSAGE_S
 
@@ -231,3 +232,26 @@ def test_a_recovery_of_something_else(
     network.recovered(network.QUICK, Pretended(life(), life()), seed=1)
     with pytest.raises(WrongResult, match=complaint):
         network.recovered(network.QUICK, Pretended(life(), life(**change)), seed=1)
+
+
+def test_the_page_is_short_and_its_answer_one_line() -> None:
+    rows: list[Row] = []
+    for link, rate_gbit, trains in (
+        (LOOPBACK, 0.0, True),
+        ("10 Gbit/s by tbf, no delay", 10.0, True),
+        ("1 Gbit/s by tbf, no delay", 1.0, True),
+        ("1 Gbit/s by relay, 200 us", 1.0, False),
+    ):
+        ground = Pretended()
+        ground.labels, ground.rate_gbit, ground.is_counted = {"link": link}, rate_gbit, rate_gbit > 0
+        plain = [{"gbit_per_s": [0.9]}, {"trip_us": [400.0]}]
+        found = Found([plain], {}, {4: [answers()], 8: [answers()]}, [life()])
+        if trains:
+            found.steps = {1: [answers()], 2: [answers()]}
+        rows += [*network.rows_of(ground, found), *network.beside_planner(network.FULL, ground, found)]
+    answered = document("network", Arguments(), by_metric(rows)) | {"file": "network"}
+    assert len(pages.of_question("network", [answered], full=False).splitlines()) < 140
+    assert summary.answer("network", [answered]) == (
+        "what a commit adds to a step, and a rebuild's speed: loopback: 4.5 ms and 80 MB/s; "
+        "10 Gbit/s by tbf, no delay: 4.5 ms and 80 MB/s; 1 Gbit/s by tbf, no delay: 4.5 ms and 80 MB/s"
+    )
