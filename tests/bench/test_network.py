@@ -243,7 +243,7 @@ def test_the_page_is_short_and_its_answer_one_line() -> None:
         ("1 Gbit/s by relay, 200 us", 1.0, False),
     ):
         ground = Pretended()
-        ground.labels, ground.rate_gbit, ground.is_counted = {"link": link}, rate_gbit, rate_gbit > 0
+        ground.labels["link"], ground.rate_gbit, ground.is_counted = link, rate_gbit, rate_gbit > 0
         plain = [{"gbit_per_s": [0.9]}, {"trip_us": [400.0]}]
         found = Found([plain], {}, {4: [answers()], 8: [answers()]}, [life()])
         if trains:
