@@ -3,32 +3,32 @@
 Owns: the namespaces, the bridge that connects them, and the queues of their links. The bridge is in a
 namespace of its own, so that the machine's network stays as it is. A link is limited in both directions, at
 its host and at the bridge; a packet is delayed where it leaves its host. Hosts share all else of the machine:
-processors, file systems, the hostname. Takes root and iproute2.
+processors, file systems, the hostname. Takes root and iproute2. Where the kernel can't delay, `Relayed` hosts
+have no bridge: a process carries their packets.
 
 Must not know: what ranks do.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import ROOT
+from bench.harness import relay
 from bench.harness.ranks import Line, Ranks
+from bench.harness.relay import INTERFACE, address, enter
 from bench.harness.result import Unavailable
 
-INTERFACE = "bench0"
-"""Of each host's link: a name that no machine has for its own."""
-NETEM, TBF, NOTHING = "netem", "tbf", "nothing"
-"""The kernel's queues that limit a link."""
+NETEM, TBF, RELAY = "netem", "tbf", "relay"
+"""What limits a link: a queue of the kernel, or the process of `bench.harness.relay`."""
 _PREFIX = "ecemb-bench-"
-_NAMESPACES = Path("/run/netns")
-_CLONE_NEWNET = 0x40000000
 _COMMAND_S = 60.0
 _CREDIT_S = 200e-6
 """A queue that was empty sends this much of its rate at once. With less, a link of 10 Gbit/s stays far below
@@ -65,16 +65,18 @@ class Hosts:
         link: Of each of them.
 
     Attributes:
-        queue: Which queue limits the links, after entering: `NETEM`, or `TBF` where the kernel lacks it.
+        queue: What limits the links, after entering: `NETEM`, or `TBF` where the kernel lacks it.
         delay_us: What a packet is delayed by: the link's, or 0 by `TBF`, which has no delay.
 
     Raises:
         Unavailable: Not root, no iproute2, or the kernel refuses; on entering.
     """
 
+    _kind = "bridged"
+
     def __init__(self, count: int, link: Link) -> None:
         self._link, self.queue, self.delay_us = link, NETEM, link.delay_us
-        prefix = f"{_PREFIX}{os.getpid()}-{link.rate_gbit:g}g"
+        prefix = f"{_PREFIX}{os.getpid()}-{self._kind}-{link.rate_gbit:g}g"
         self._bridge, self._names = f"{prefix}-bridge", [f"{prefix}-{host}" for host in range(count)]
 
     def __enter__(self) -> Hosts:
@@ -133,6 +135,42 @@ class Hosts:
         _run("ip", "-n", name, *words)
 
 
+class Relayed(Hosts):
+    """Hosts whose packets a process carries, which limits and delays them: `bench.harness.relay`."""
+
+    _kind = "relayed"
+
+    def __init__(self, count: int, link: Link) -> None:
+        super().__init__(count, link)
+        self.queue = RELAY
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.communicate(timeout=_COMMAND_S)  # its input ends, and so does it
+        super().__exit__()
+
+    def _make(self) -> None:
+        for name in self._names:
+            _run("ip", "netns", "add", name)
+        words = [f"{self._link.rate_gbit:g}", f"{self._link.delay_us:g}", *self._names]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", relay.__name__, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+        )
+        if (output := self._process.stdout) is None or output.readline() != relay.READY:
+            _, said = self._process.communicate(timeout=_COMMAND_S)
+            why = said.decode(errors="replace").strip().splitlines()[-1:]
+            raise Unavailable(f"ip tuntap: {' '.join(why)}; a relay takes TUN devices: load the module tun")
+        for host, name in enumerate(self._names):
+            self._ip(name, "address", "add", f"{address(host)}/24", "dev", INTERFACE)
+            self._ip(name, "link", "set", INTERFACE, "mtu", str(relay.MTU_BYTES), "up")
+            self._ip(name, "link", "set", "lo", "up")
+
+
 def check() -> None:
     """Raises Unavailable where no hosts can be made: not root, or no iproute2."""
     if os.geteuid() != 0:
@@ -152,31 +190,11 @@ def credit(rate_gbit: float) -> tuple[str, int, int]:
     return f"{round(rate_gbit * 1000)}mbit", packet_bytes, max(credit_bytes, 2 * packet_bytes)
 
 
-def address(host: int) -> str:
-    """Of a host; all are of one subnet."""
-    return f"10.213.78.{host + 1}"
-
-
 def inside(line: Line, names: list[str], function: Callable[..., None], *args: Any) -> None:
     """What a rank does: it enters its host's namespace, and calls a function there."""
     enter(names[int(os.environ["RANK"])])
     os.environ.update(MASTER_ADDR=address(0), GLOO_SOCKET_IFNAME=INTERFACE)
     function(line, *args)
-
-
-def enter(name: str) -> None:
-    """Moves this thread, and those that it starts later, into a network namespace.
-
-    Raises:
-        OSError: The kernel refuses.
-    """
-    library = ctypes.CDLL(None, use_errno=True)
-    descriptor = os.open(_NAMESPACES / name, os.O_RDONLY)
-    try:
-        if library.setns(descriptor, _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"network namespace {name} can't be entered")
-    finally:
-        os.close(descriptor)
 
 
 def moved_bytes() -> tuple[int, int]:

@@ -227,16 +227,18 @@ EXCERPTS: Mapping[str, tuple[Excerpt, ...]] = {
         ),
         Excerpt("Bytes that a rank sends in a step", ("bytes_per_step",), columns_of="counted_by"),
         Excerpt("What the planner computes, beside it", ("measured_s", "planned_s")),
-        Excerpt("A protected step by phase", ("phase_ms",), columns_of="link"),
+        Excerpt(
+            "A protected step that commits, by phase", ("phase_ms",), {"window": (1,)}, columns_of="link"
+        ),
         Excerpt("How long the ranks agree", ("agreement_us",), columns_of="link"),
         Excerpt(
             "A recovery of lost memory",
-            ("recovery_s", "rebuild_s", "rebuild_mb_per_s", "rebuild_over_link", "rebuild_over_plain"),
+            (
+                *("recovery_s", "rebuild_s", "rebuild_mb_per_s", "rebuild_over_link", "rebuild_over_plain"),
+                "received_over_lost",
+            ),
         ),
-        Excerpt(
-            "Bytes over the link, over those that the guard counts, or that were lost",
-            ("link_over_guard", "received_over_lost"),
-        ),
+        Excerpt("Bytes over the link, over those that the guard counts", ("link_over_guard",)),
     ),
     "overhead": (
         Excerpt(

@@ -180,7 +180,7 @@ def of_host(documents: Documents) -> str:
 def of_network(documents: Documents) -> str:
     """Of each link, what a commit in each step adds, and how fast lost memory comes back."""
     rows = of(documents, "network")
-    links = dict.fromkeys(row["link"] for row in rows)
+    links = dict.fromkeys(row["link"] for row in rows if row["metric"] == "added_wall_ms")
 
     def said(link: str) -> str:
         added, speed = (

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from bench.harness import links
+from bench.harness import links, relay
 from bench.harness.links import Hosts, Link, credit
-from bench.harness.result import Arguments, Row, Unavailable, WrongResult
+from bench.harness.result import Arguments, Row, Unavailable, WrongResult, by_metric, document
 from bench.questions.network import question as network
 from bench.questions.network.question import CODE, LOOPBACK, LOST, Found, Ground
 from bench.questions.network.rank import EXCHANGE, STATUS, VOTE
+from bench.report import pages, summary
 from bench.workloads.training_rank import BARE, PROTECTED
 from ecemb.tools.window_cost import MESSAGE_S
 
@@ -27,9 +28,12 @@ def test_every_metric_is_measured_over_every_link(seed: int) -> None:
         rows = network.run(Arguments(quick=True, seed=seed))
     except Unavailable as error:
         pytest.skip(str(error))
-    of_links = {row.labels["link"] for row in rows}
-    assert len(of_links) == 2 and LOOPBACK in of_links
+    of_links = list(dict.fromkeys(str(row.labels["link"]) for row in rows))
+    assert of_links[0] == LOOPBACK and of_links[1].startswith("1 Gbit/s by ")
     by_link = {link: {row.metric for row in rows if row.labels["link"] == link} for link in of_links}
+    if relayed := by_link.pop("1 Gbit/s by relay, 200 us", None):
+        assert {"agreement_us", "rebuild_over_link", "round_trip_us", "planned_s"} <= relayed
+    assert (relayed is None) == ("netem" in of_links[1])
     for link, metrics in by_link.items():
         counted = (
             {"link_over_guard", "received_over_lost", "measured_s", "planned_s"}
@@ -51,6 +55,24 @@ def test_a_link_is_limited_and_counts_what_a_rank_sends() -> None:
         pytest.skip(str(error))
     assert Ground(None, None).labels == {"link": LOOPBACK}
     assert links.moved_bytes() == (0, 0)  # this process is on no host
+
+
+def test_a_relayed_packet_passes_two_links_and_a_delay() -> None:
+    """At 1 MB/s, with a delay of 10 s: 1 MB takes a second on each link, and passes both at once."""
+    links_of_hosts = relay.Links(1e6, 10.0)
+    assert links_of_hosts.arrives(100.0, 1_000_000, 0, 1) == 111.0
+    assert links_of_hosts.arrives(100.0, 1_000_000, 0, 2) == 112.0  # the sender's link is taken until 101
+    assert links_of_hosts.arrives(100.0, 1_000_000, 3, 1) == 112.0  # the receiver's link is, until 111
+    assert links_of_hosts.arrives(200.0, 500_000, 0, 1) == 210.5
+
+
+def test_a_relay_knows_its_hosts() -> None:
+    def packet(address: str, version: int = 4) -> bytes:
+        return bytes([version << 4 | 5, *bytes(15), *map(int, address.split(".")), *bytes(100)])
+
+    assert [relay.host_of(packet(relay.address(host)), 4) for host in range(5)] == [0, 1, 2, 3, None]
+    assert relay.host_of(packet(relay.address(1), version=6), 4) is None
+    assert relay.host_of(packet("10.213.78.0"), 4) is None
 
 
 def test_a_machine_that_makes_no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,3 +232,26 @@ def test_a_recovery_of_something_else(
     network.recovered(network.QUICK, Pretended(life(), life()), seed=1)
     with pytest.raises(WrongResult, match=complaint):
         network.recovered(network.QUICK, Pretended(life(), life(**change)), seed=1)
+
+
+def test_the_page_is_short_and_its_answer_one_line() -> None:
+    rows: list[Row] = []
+    for link, rate_gbit, trains in (
+        (LOOPBACK, 0.0, True),
+        ("10 Gbit/s by tbf, no delay", 10.0, True),
+        ("1 Gbit/s by tbf, no delay", 1.0, True),
+        ("1 Gbit/s by relay, 200 us", 1.0, False),
+    ):
+        ground = Pretended()
+        ground.labels["link"], ground.rate_gbit, ground.is_counted = link, rate_gbit, rate_gbit > 0
+        plain = [{"gbit_per_s": [0.9]}, {"trip_us": [400.0]}]
+        found = Found([plain], {}, {4: [answers()], 8: [answers()]}, [life()])
+        if trains:
+            found.steps = {1: [answers()], 2: [answers()]}
+        rows += [*network.rows_of(ground, found), *network.beside_planner(network.FULL, ground, found)]
+    answered = document("network", Arguments(), by_metric(rows)) | {"file": "network"}
+    assert len(pages.of_question("network", [answered], full=False).splitlines()) < 140
+    assert summary.answer("network", [answered]) == (
+        "what a commit adds to a step, and a rebuild's speed: loopback: 4.5 ms and 80 MB/s; "
+        "10 Gbit/s by tbf, no delay: 4.5 ms and 80 MB/s; 1 Gbit/s by tbf, no delay: 4.5 ms and 80 MB/s"
+    )
