@@ -20,7 +20,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 docs site pages package release-check model compat simulator defects failures cluster moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 docs site pages package release-check model compat simulator defects failures cluster cluster-compare moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -127,6 +127,9 @@ failures: $(READY)  ## the failure matrix: real processes killed in every phase 
 
 cluster: $(READY)  ## as root, a Slurm cluster on this machine, and what happens to trainings on it (15 minutes)
 	$(BIN)/python tests/cluster --json bench/results/cluster.json $(ARGS)
+
+cluster-compare: $(READY)  ## as root, methods compared on four nodes of a Slurm cluster on this machine (20 minutes; ARGS="--rate 10gbit")
+	PYTHONPATH=.:tests $(BIN)/python tests/support/cluster_compare.py --json bench/results/compare-cluster.json $(ARGS)
 
 kills: $(READY)  ## kill Check-N-Run's writers at 200 random moments (ARGS="--kills 200")
 	PYTHONPATH=.:tests $(BIN)/python tests/support/check_n_run/kills.py --json bench/results/kills.json $(ARGS)

@@ -201,6 +201,8 @@ def on_a_cluster(rows: Sequence[Row]) -> str:
             name = UNPROTECTED if method == CONTROL else names.get(method, method)
             of_method = [row for row in rows if row["method"] == method]
             totals = altogether(of_method, values[COST]["tables"])
+            if TAKES in values and not is_certain(values[COST]):
+                totals = UNKNOWN
             lines.append([name, *cells(values), totals, "yes" if values["bit_identical"]["value"] else "no"])
     said = [
         f"- **{method}** is left out: {v['left_out']['why']}."

@@ -37,7 +37,7 @@ HEAD = f"""# Results
 
 {MARK}
 
-Every number is in bench/results, as JSON: a median, in brackets the smallest and the largest; where a page
+Every number is in bench/results, as JSON: a median, in brackets the smallest and the largest; where a page \
 says so, a mean with its 95 % interval. *Stale*: the code that was measured, or its input, has changed.
 """
 

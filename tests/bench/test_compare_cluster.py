@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from baselines.method import Costs, Promise
+from bench import ROOT
 from bench import __main__ as command
-from bench.harness.result import Arguments, BadOption, Incomplete, Row, WrongResult
+from bench.harness.result import Arguments, BadOption, Incomplete, Row, WrongResult, document
 from bench.harness.result import command as line
 from bench.harness.torchrun import LaunchFailed
 from bench.methods.ledger import Account, Done, Life
+from bench.methods.registry import METHODS
+from bench.methods.registry import Place as MethodPlace
 from bench.questions.compare.cases import BY_METHOD
 from bench.questions.compare_cluster import answers as answered
 from bench.questions.compare_cluster import launch, launchers, question, rows, steps, watched
@@ -24,10 +27,8 @@ from bench.questions.compare_cluster.launch import Place
 from bench.questions.compare_cluster.options import QUICK, SCRIPT, Options, checked
 from bench.questions.compare_cluster.question import Comparison
 from bench.questions.compare_cluster.rank import Order
-from bench.report import choosing
+from bench.report import choosing, excerpts, pages
 from bench.workloads.scripts import BadScript, Job, criteo_nn, load
-
-HERE = Path(__file__).parent
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -215,8 +216,9 @@ def test_rows_say_what_launches_took() -> None:
     assert values["training_longer_pct"] == pytest.approx(100 * 5 / every_s)
 
 
-def test_the_table_has_the_form_of_the_readme() -> None:
-    labels = {"script": "mine", "hosts": 1, "ranks": 2, "ranks_per_host": 2, "device": "cpu"}
+def in_small() -> list[Row]:
+    """Rows of two methods, one of which is left out."""
+    labels: dict[str, Any] = {"script": "mine", "hosts": 1, "ranks": 2, "ranks_per_host": 2, "device": "cpu"}
     labels |= {"backend": "gloo", "launcher": "torchrun", "network": "none"}
     bare = [answers(1.0), answers(1.1)]
     found = rows.without(bare, [answers(1.1), answers(1.0)], answers(), labels)
@@ -225,12 +227,27 @@ def test_the_table_has_the_form_of_the_readme() -> None:
     found.append(
         Row("left_out", 1, "methods", 1, 1, 1, {**labels, "method": "cpr vanilla", "why": "a reason"})
     )
-    table = choosing.on_a_cluster([row.to_json() for row in found]).splitlines()
+    return found
+
+
+def test_the_table_has_the_form_of_the_readme() -> None:
+    table = choosing.on_a_cluster([row.to_json() for row in in_small()]).splitlines()
     assert table[0].startswith("| method | training takes longer by | a failure takes | next step after |")
     assert table[2].startswith("| full checkpoints | ") and table[2].endswith(" | yes |")
     assert table[3].startswith("| no protection | cannot tell (") and len(table) == 8
     assert table[5] == "- **cpr vanilla** is left out: a reason."
     assert "mine: 1 hosts with 2 ranks each, on cpu, gloo, launcher torchrun, network none." in table[7]
+
+
+def test_the_page_has_the_table_and_what_it_is_made_of() -> None:
+    answer = {**document("compare_cluster", Arguments(), in_small()), "file": "compare-cluster"}
+    made = pages.render([answer])
+    page = made["results/compare_cluster.md"]
+    assert choosing.on_a_cluster(answer["rows"]) in page and page.count("\n") < 150
+    for excerpt in excerpts.EXCERPTS["compare_cluster"]:
+        assert f"## {excerpt.heading}\n" in page
+        assert {row["metric"] for row in excerpt.rows([answer])} == {*excerpt.metrics}
+    assert "| 1 hosts, none; full checkpoints: " in made[pages.SUMMARY]
 
 
 def test_broken_promises_are_noticed() -> None:
@@ -296,33 +313,31 @@ def test_speeds_of_interfaces_are_those_that_the_kernel_knows(
     assert watched.host()["mbit_s"] == {"eth0": 1000}
 
 
-def test_a_comparison_in_small(tmp_path: Path) -> None:
-    """Two ranks are killed under two methods, and one that can't run there is named."""
-    small = ("tables=2", "rows=400", "dim=4", "batch=16", "dense=small")
+def test_launches_in_small(tmp_path: Path) -> None:
+    """Rank 1 of the guide's script is killed under two methods; nothing is left in memory."""
+    guide = (ROOT / "docs" / "guides" / "comparing.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"<!-- file: train.py -->\n```python\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
     options = Options(
         hosts=1,
         ranks_per_host=2,
-        memory=tmp_path,
-        settings=small,
-        methods=("ecemb copies x2", "snapshots x2", "ecemb (4, 3)"),
+        memory=tmp_path / "memory",
+        script=tmp_path / "train.py",
+        settings=("rows=400",),
         kills=1,
         steps=59,
-        launches=2,
     )
-    found = Comparison(checked(options), 0).measure()
-    by_method: dict[str, dict[str, Row]] = {}
-    for row in found:
-        by_method.setdefault(str(row.labels["method"]), {})[row.metric] = row
-    assert by_method.keys() == {"nothing", "ecemb copies x2", "snapshots x2", "ecemb (4, 3)"}
-    assert by_method["ecemb (4, 3)"].keys() == {"left_out"}
-    for method in ("nothing", "ecemb copies x2", "snapshots x2"):
-        assert by_method[method]["bit_identical"].value == 1
-        assert by_method[method]["next_step_s"].value > 0
-    assert by_method["ecemb copies x2"]["next_step_s"].repeats == 2
-    assert by_method["ecemb copies x2"]["sent_bytes_per_step"].value > 0
-    assert by_method["snapshots x2"]["save_sent_bytes"].value > 0
-    assert choosing.on_a_cluster([json.loads(json.dumps(row.to_json())) for row in found]).count("\n| ") == 4
-    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("ecemb-")]
+    comparison = Comparison(checked(options), 0)
+    bare = comparison._launched(tmp_path / "shared", question.WITHOUT)
+    assert len(bare.accounts) == 2 and [end["table_bytes"] for end in bare.ends] == [2 * 200 * 16 * 4] * 2
+    for method in ("ecemb copies x2", "snapshots x2"):
+        one = comparison._launched(tmp_path / "shared", method)
+        answered.check(one, bare.ends, METHODS[method](MethodPlace(Path(), Path())).promise)
+        promise = Promise(bit_identical=True, steps_again=None, survives=1)
+        values = {row.metric: row.value for row in rows.of(BY_METHOD[method], [one], [bare], promise, {})}
+        assert values["bit_identical"] == 1 and values["next_step_s"] > 0
+        assert values["sent_bytes_per_step" if method == "ecemb copies x2" else "save_sent_bytes"] > 0
+    assert not [*(tmp_path / "memory").iterdir()] and not [*(tmp_path / "shared").iterdir()]
 
 
 def test_a_method_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

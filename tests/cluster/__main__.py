@@ -1,12 +1,10 @@
 """`make cluster`: a Slurm cluster on this machine, and what happens to trainings on it.
 
     python tests/cluster [NAME ...] [--json FILE] [--list]
-    python tests/cluster compare [--json FILE] [OPTION ...]
 
 Needs root, slurm-wlm and munge. Ends with code 1 if a scenario doesn't hold: the training's end must be that
 of an undisturbed run, bit by bit. What a failed one leaves behind is kept, and its path printed. The file has
-the results of all scenarios that came to their end, and is written after each. `cluster.compare` has the
-second command: the comparison of methods on such a cluster.
+the results of all scenarios that came to their end, and is written after each.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)
 
 from bench.harness import register  # noqa: E402 - the path comes first
 from bench.harness.result import Arguments, Row, document, once, summary, write  # noqa: E402 - after the path
-from cluster import compare  # noqa: E402
 from cluster.box import CommandFailed, end_on_signals  # noqa: E402
 from cluster.scenarios import SCENARIOS, Result  # noqa: E402
 from failures.hosts import Unexpected  # noqa: E402
@@ -83,6 +80,4 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     end_on_signals()
-    if sys.argv[1:2] == ["compare"]:  # it registers itself
-        sys.exit(compare.main(sys.argv[2:]))
     sys.exit(register.script("cluster", main, "tests/cluster", sys.argv[1:]))

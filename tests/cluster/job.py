@@ -101,7 +101,7 @@ class Job:
 
     def _submit(self, script: str, *options: str) -> int:
         words = ["sbatch", "--parsable", f"--chdir={self.folder}", *options, script]
-        said = self.box.slurm(*words, folder=self.folder, environment=environment())
+        said = self.box.slurm(*words, folder=self.folder, environment=_environment())
         return int(said.strip())
 
     def submit_agent(self, node: str) -> int:
@@ -219,7 +219,7 @@ def undisturbed(setting: Setting) -> Digests:
             command,
             check=False,
             cwd=folder,
-            env=environment(),
+            env=_environment(),
             capture_output=True,
             text=True,
             timeout=REACH_S,
@@ -235,7 +235,7 @@ def _without_parity(ends: Digests) -> Digests:
     return {rank: {**digests, "parity": ""} for rank, digests in ends.items()}
 
 
-def environment() -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Of a shell that has this interpreter's commands and this checkout."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "ECEMB"))}
     return {

@@ -16,11 +16,11 @@ from bench.harness.signature import seal
 from bench.questions.compare_cluster import options
 from cluster import __main__ as command
 from cluster import box as box_module
-from cluster import compare
 from cluster.box import Box, NotPossible
 from cluster.job import GUIDE, SMALL, GuideChanged, changed_script, guide_script
 from cluster.scenarios import Result, killed_of_three
 from failures.driver import ROOT
+from support import cluster_compare as compare
 
 
 @pytest.mark.long  # half a minute of two processors

@@ -1,6 +1,6 @@
-"""`python tests/cluster compare`: the comparison of methods on the Slurm cluster of this machine.
+"""`make cluster-compare`: the comparison of methods on the Slurm cluster of this machine, as root.
 
-    python tests/cluster compare [--rate 1gbit] [--delay 100us] [OPTION ...]
+    python tests/support/cluster_compare.py [--rate 1gbit] [--delay 100us] [OPTION ...]
 
 A submission of four nodes runs `python -m bench compare --launcher srun --hosts 4 --ranks-per-host 2` on
 the first of them, and srun starts the ranks on all. Further options, as --json FILE, are passed on to it, and
@@ -17,8 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.box import Box
-from cluster.job import ENDED, environment
+from cluster.box import Box, end_on_signals
+from cluster.job import ENDED, _environment
 from failures.driver import ROOT
 from failures.namespaces import NotPossible
 
@@ -28,7 +28,7 @@ METHODS = (
     "check-n-run intermittent",
 )
 OPTIONS = (
-    *("--methods", ",".join(METHODS), "--launches", "3", "--kills", "2", "--steps", "90"),
+    *("--methods", ",".join(METHODS), "--launches", "3", "--kills", "2", "--steps", "80"),
     *(
         "--set",
         "tables=8",
@@ -52,9 +52,7 @@ exec {command}
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python tests/cluster compare", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rate", default="1gbit", help="of each node's link (default: 1gbit)")
     parser.add_argument("--delay", default="100us", help="in each direction (default: 100us)")
     given, others = parser.parse_known_args(words)
@@ -83,7 +81,7 @@ def compared(box: Box, network: str, options: Sequence[str]) -> int:
     shared.mkdir()
     (box.folder / "compare.sh").write_text(script(network, shared, options))
     submit = ["sbatch", "--parsable", f"--chdir={box.folder}", "compare.sh"]
-    job = int(box.slurm(*submit, folder=box.folder, environment=environment()))
+    job = int(box.slurm(*submit, folder=box.folder, environment=_environment()))
     log, shown, deadline = box.folder / "compare.out", 0, time.monotonic() + LONGEST_S
     while (state := box.job_state(job)) not in ENDED and time.monotonic() < deadline:
         shown = _pass_on(log, shown)
@@ -121,3 +119,8 @@ def _pass_on(log: Path, shown: int) -> int:
         sys.stdout.write(content[shown:].decode(errors="replace"))
         sys.stdout.flush()
     return len(content)
+
+
+if __name__ == "__main__":
+    end_on_signals()
+    sys.exit(main(sys.argv[1:]))
