@@ -13,7 +13,7 @@ VERSION ?= 2.14
 WORKERS ?= 3
 SEEDS ?= 200
 IN_ORDER = --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
-S3_TESTS := tests/baselines/check_n_run/test_object_storage.py
+S3_TESTS := tests/baselines/check_n_run/test_object_storage.py tests/baselines/check_n_run/test_storage_faults.py
 ARGS ?=
 
 # Modules are compiled once, also where an image asks for the opposite: tests start thousands of processes.
@@ -51,7 +51,7 @@ types: $(READY)  ## pyright, strict on ecemb/; names and attributes in bench/, b
 	$(BIN)/pyright --pythonpath $(BIN)/python --project bench
 
 test: $(READY)  ## the tests
-	$(BIN)/pytest -m "not long" --ignore=tests/docs/test_docs.py --ignore=$(S3_TESTS) \
+	$(BIN)/pytest -m "not long" --ignore=tests/docs/test_docs.py $(addprefix --ignore=,$(S3_TESTS)) \
 		$(IN_ORDER) $(ARGS)
 
 test-fast: WORKERS = 2  # its tests wait for nothing
