@@ -68,7 +68,7 @@ READ: Final = {
 """Fault -> requests of a start with `resume=`, or of a follower."""
 LASTING: Final = ("503", "reset")
 OUTAGES: Final = 3
-"""At how many requests of a save, or of a start, an outage begins."""
+"""At how many requests of a save, or of a start, an outage begins, besides the first one."""
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +154,7 @@ def test_an_outage_from_any_request_of_a_save_on(action: str, s3: Storage, tmp_p
     next_save(job)
     requests = sum(counted(s3, lambda: next_save(job)).values())
     draw = random.Random(f"{seed} {action}")
-    whole = 0
-    for first in sorted(draw.sample(range(requests), OUTAGES)):
+    for first in (0, *draw.sample(range(1, requests), OUTAGES)):
         s3.proxy.arm(Fault("", action, first, None))
         job.step()
         with pytest.raises(
@@ -165,11 +164,9 @@ def test_an_outage_from_any_request_of_a_save_on(action: str, s3: Storage, tmp_p
         found = check(s3, url, tmp_path, job.next - 1, job.next)
         if "The new checkpoint is whole" in str(error.value):
             assert found == job.next
-            whole += 1
         s3.proxy.arm()
         assert job.save() == (found < job.next)
         check(s3, url, tmp_path, job.next)
-    assert whole < OUTAGES
     s3.proxy.arm()
     assert next_save(job)
     assert len([path for path in store_at(url, s3.direct).paths() if path.endswith(".manifest")]) == 1
