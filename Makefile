@@ -13,14 +13,15 @@ VERSION ?= 2.14
 WORKERS ?= 3
 SEEDS ?= 200
 IN_ORDER = --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
-S3_TESTS := tests/baselines/check_n_run/test_object_storage.py
+S3_TESTS := tests/baselines/check_n_run/test_object_storage.py tests/baselines/check_n_run/test_storage_faults.py
+KUBERNETES_TESTS := tests/docs/test_kubernetes_schemas.py
 ARGS ?=
 
 # Modules are compiled once, also where an image asks for the opposite: tests start thousands of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 docs site pages package release-check model compat simulator defects failures cluster cluster-compare moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 test-kubernetes docs site pages package release-check model compat simulator defects failures cluster cluster-compare moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -39,7 +40,7 @@ demo: $(READY)  ## train, kill workers and their memory, compare byte by byte (C
 
 check: all-but-test test  ## what CI runs
 
-all-but-test: lint types site docs test-s3  ## what `make check` runs besides the tests
+all-but-test: lint types site docs test-s3 test-kubernetes  ## what `make check` runs besides the tests
 
 lint: $(READY)  ## format, lint and words, without changing a file
 	$(BIN)/ruff format --check .
@@ -51,7 +52,7 @@ types: $(READY)  ## pyright, strict on ecemb/; names and attributes in bench/, b
 	$(BIN)/pyright --pythonpath $(BIN)/python --project bench
 
 test: $(READY)  ## the tests
-	$(BIN)/pytest -m "not long" --ignore=tests/docs/test_docs.py --ignore=$(S3_TESTS) \
+	$(BIN)/pytest -m "not long" --ignore=tests/docs/test_docs.py $(addprefix --ignore=,$(S3_TESTS) $(KUBERNETES_TESTS)) \
 		$(IN_ORDER) $(ARGS)
 
 test-fast: WORKERS = 2  # its tests wait for nothing
@@ -73,6 +74,15 @@ build/s3/ready: $(READY) constraints-s3.txt
 	rm -rf build/s3
 	$(BIN)/pip install --quiet --disable-pip-version-check --target build/s3 -c constraints-s3.txt \
 		s3fs 'moto[s3]' flask flask-cors
+	@touch $@
+
+test-kubernetes: $(READY) build/kubernetes/ready  ## the manifests in examples/kubernetes, by published schemas, with the packages of constraints-kubernetes.txt
+	PYTHONPATH=build/kubernetes $(BIN)/pytest $(KUBERNETES_TESTS) $(ARGS)
+
+build/kubernetes/ready: $(READY) constraints-kubernetes.txt
+	rm -rf build/kubernetes
+	$(BIN)/pip install --quiet --disable-pip-version-check --target build/kubernetes -c constraints-kubernetes.txt \
+		kubernetes-validate kubeflow-trainer-api
 	@touch $@
 
 docs: $(READY)  ## run the code in README.md and docs/

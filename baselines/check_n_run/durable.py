@@ -63,10 +63,15 @@ from .quantize_scheme import EXACT, Scheme
 from .restoring import AnotherTraining, Damaged, Shard, chain, last_chain, rest, rows
 from .store import store_at
 from .tracking import TouchedRows
-from .writing import CHUNK_BYTES, Part, above_zero, clean, complete, heard, put
+from .writing import CHUNK_BYTES, CheckpointFailed, Part, above_zero, clean, complete, heard, put
 
 _FINISHED: Final = "finished-"
 _SIGHT_S: Final = 30.0
+_SAVE_AGAIN: Final = (
+    "The checkpoints before it are as they were, and the training can go on: call guard.save() again, whose "
+    "checkpoint is full then"
+)
+_START_AGAIN: Final = "Nothing there was changed: see that the storage answers, and start again"
 
 
 class DurableTier:
@@ -120,6 +125,7 @@ class DurableTier:
         self._shards: dict[str, range] = {}
         self._touched: dict[str, TouchedRows] = {}
         self._last: Facts | None = None  # of rank 0: what a differential checkpoint may stand on
+        self._sent = ""  # of rank 0: the checkpoint whose manifest was sent last, if it arrived or not
         self._restores: int | None = None
         self._read: list[Manifest] = []
         self._read_rows: list[tuple[str, Tensor]] = []
@@ -152,9 +158,9 @@ class DurableTier:
 
         Raises:
             CheckpointMismatch: the store holds another training's checkpoints, later steps, or other things.
-            CheckpointFailed: the checkpoints there stand on some that are gone.
+            CheckpointFailed: the checkpoints there stand on some that are gone; or the storage fails.
         """
-        with self._told():
+        with self._told("looking for earlier checkpoints", _SAVE_AGAIN):
             found = self._newest()
             if is_stored(self, _stored(found), step, facts):
                 return ""
@@ -206,36 +212,55 @@ class DurableTier:
         self._part = Part(facts, rank, copy, **self._settings)
 
     def write(self, token: str, rank: int, world_size: int, pieces: Sequence[Piece]) -> str:
-        """See `CheckpointWriter`. The receipt goes by the store: so rank 0 sees that it is the same one."""
+        """See `CheckpointWriter`. The receipt goes by the store: so rank 0 sees that it is the same one.
+
+        Raises:
+            CheckpointFailed: the storage fails.
+        """
         part, self._part = self._part, None
         if part is None or part.facts != facts_of(token.encode()):
             raise RuntimeError("take() comes before write()")
-        put(part, self._store)
+        with self._told(f"writing the checkpoint of step {part.facts.step}", _SAVE_AGAIN):
+            put(part, self._store)
         return ""
 
     def commit(self, token: str, facts: Mapping[str, Any], receipts: Sequence[str]) -> None:
         """See `CheckpointWriter`.
 
         Raises:
-            CheckpointFailed: rank 0 doesn't see what another rank has written.
+            CheckpointFailed: rank 0 doesn't see what another rank has written; or the storage fails.
         """
         made = facts_of(token.encode())
-        found = heard(made, self._store, _SIGHT_S)
-        if made.needs:
-            made = replace(made, sizes=(*made.sizes, _changed(made, found)))
-        complete(made, found, self._store)
+        with self._told(f"completing the checkpoint of step {made.step}", _SAVE_AGAIN):
+            found = heard(made, self._store, _SIGHT_S)
+            if made.needs:
+                made = replace(made, sizes=(*made.sizes, _changed(made, found)))
+            self._sent = made.name
+            complete(made, found, self._store)
         self._last = made
 
     def discard(self, token: str) -> None:
-        """See `CheckpointWriter`."""
+        """See `CheckpointWriter`.
+
+        A manifest that was sent without an answer may still arrive, after this has removed it. It has to find
+        its chunks then: the retention of the next save removes them.
+        """
         name = facts_of(token.encode()).name
-        if self._last is None or self._last.name != name:
-            inside = [path for path in self._store.paths() if path.startswith(f"{name}/")]
-            self._store.remove([manifest_path(name), *inside])
+        if self._last is not None and self._last.name == name:  # it is whole, and only retention failed
+            return
+        paths = [] if self._sent == name else self._store.paths()
+        self._store.remove([manifest_path(name), *(path for path in paths if path.startswith(f"{name}/"))])
 
     def retain(self, keep: int) -> None:
-        """See `CheckpointWriter`. What the newest ones stand on stays as well."""
-        with self._told():
+        """See `CheckpointWriter`. What the newest ones stand on stays as well.
+
+        Raises:
+            CheckpointFailed: the storage fails. The new checkpoint is whole.
+        """
+        with self._told(
+            "removing earlier checkpoints",
+            "The new checkpoint is whole, and the training can go on: the next guard.save() removes them",
+        ):
             clean(self._store, keep)
 
     def release(self) -> None:
@@ -250,11 +275,16 @@ class DurableTier:
         self._store.put(f"{_FINISHED}{job}", json.dumps({"job": job, "step": step}).encode())
 
     def finished(self, job: str) -> str | None:
-        """See `CheckpointReader`."""
-        try:
-            self._store.get(f"{_FINISHED}{job}")
-        except FileNotFoundError:
-            return None
+        """See `CheckpointReader`.
+
+        Raises:
+            CheckpointFailed: the storage fails.
+        """
+        with self._told(f"looking whether job {job} is finished", _START_AGAIN):
+            try:
+                self._store.get(f"{_FINISHED}{job}")
+            except FileNotFoundError:
+                return None
         return f"{self}/{_FINISHED}{job}"
 
     def newest(self) -> Stored | None:
@@ -262,16 +292,16 @@ class DurableTier:
 
         Raises:
             CheckpointMismatch: what lies there was not written by `guard.save` to a `DurableTier`.
-            CheckpointFailed: the checkpoints there stand on some that are gone.
+            CheckpointFailed: the checkpoints there stand on some that are gone; or the storage fails.
         """
         clear(self._memory)
-        with self._told():
+        with self._told("looking for the newest checkpoint", _START_AGAIN):
             return _stored(self._newest())
 
     @torch.no_grad()
     def read(self, stored: Stored, pieces: Sequence[Piece]) -> None:
         """See `CheckpointReader`."""
-        with self._told():
+        with self._told(f"reading checkpoint {stored.name}", _START_AGAIN):
             if not self._read or self._read[-1].name != stored.name:
                 found = chain(self._store, stored.name)
                 if found is None:
@@ -350,14 +380,20 @@ class DurableTier:
         return found
 
     @contextmanager
-    def _told(self) -> Generator[None]:
-        """Turns what these modules raise into ecemb's errors."""
+    def _told(self, what: str, way_out: str) -> Generator[None]:
+        """Turns what these modules, and clients of object storage, raise into ecemb's errors."""
         try:
             yield
+        except errors.EcembError:
+            raise
         except (OtherFormat, AnotherTraining) as error:
             raise errors.CheckpointMismatch(f"{self}: {error}") from error
-        except Damaged as error:
+        except (CheckpointFailed, Damaged) as error:
             raise errors.CheckpointFailed(f"{self}: {error}") from error
+        except Exception as error:  # of any class
+            raise errors.CheckpointFailed(
+                f"{self}: {what} failed: {type(error).__name__}: {error}. {way_out}"
+            ) from error
 
 
 def _stored(found: Sequence[Manifest]) -> Stored | None:

@@ -9,6 +9,7 @@ import logging
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from .quantize_scheme import Scheme
 from .store import Store
 
 logger = logging.getLogger("baselines")
+
+READS: Final = 2
+"""How often an object is read before it counts as damaged."""
 
 
 class Damaged(RuntimeError):
@@ -60,18 +64,24 @@ class Shard:
 def read(store: Store, name: str) -> Manifest | None:
     """The manifest of a checkpoint; None if it has no whole one.
 
+    A manifest that isn't whole is read twice: the answer may have been cut off, and not the manifest.
+
     Raises:
         OtherFormat: another version has written it; to skip it would start the training over.
     """
-    try:
-        return manifest_of(store.get(manifest_path(name)))
-    except FileNotFoundError:
-        return None
-    except NotWhole as error:
-        logger.warning("%s doesn't count as a checkpoint: %s", manifest_path(name), error)
-        return None
-    except OtherFormat as error:
-        raise OtherFormat(f"{manifest_path(name)}: {error}") from error
+    path = manifest_path(name)
+    why: NotWhole | None = None
+    for _ in range(READS):
+        try:
+            return manifest_of(store.get(path))
+        except FileNotFoundError:
+            return None
+        except NotWhole as error:
+            why = error
+        except OtherFormat as error:
+            raise OtherFormat(f"{path}: {error}") from error
+    logger.warning("%s doesn't count as a checkpoint: %s", path, why)
+    return None
 
 
 def chain(store: Store, name: str) -> list[Manifest] | None:
@@ -222,18 +232,20 @@ def put_rows(live: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def _read(store: Store, chunk: Chunk) -> packing.Bytes:
-    """A chunk's bytes, uint8 [size], in aligned memory."""
-    try:
-        data = store.get(chunk.path)
-    except FileNotFoundError:
-        data = b""
-    if len(data) != chunk.size_bytes or zlib.crc32(data) != chunk.crc:
-        name = chunk.path.partition("/")[0]
-        raise Damaged(
-            f"{chunk.path} is {'missing' if not data else 'not what was written: its checksum differs'}; "
-            f"{name} and what stands on it can't be restored: {_way_out(store, name)}"
-        )
-    return np.frombuffer(bytearray(data), np.uint8)  # a copy, since torch wants what can be written
+    """A chunk's bytes, uint8 [size], in aligned memory; what is damaged is read twice, as in `read`."""
+    data = b""
+    for _ in range(READS):
+        try:
+            data = store.get(chunk.path)
+        except FileNotFoundError:
+            break
+        if len(data) == chunk.size_bytes and zlib.crc32(data) == chunk.crc:
+            return np.frombuffer(bytearray(data), np.uint8)  # a copy, since torch wants what can be written
+    name = chunk.path.partition("/")[0]
+    raise Damaged(
+        f"{chunk.path} is {'missing' if not data else 'not what was written: its checksum differs'}; "
+        f"{name} and what stands on it can't be restored: {_way_out(store, name)}"
+    )
 
 
 def _way_out(store: Store, name: str) -> str:

@@ -1,29 +1,34 @@
 """Where checkpoints lie: objects by path, each written whole or not at all.
 
 A folder is written by this module itself, so that what is written would survive a power failure; anything
-else goes through fsspec, whose object stores put whole objects. A file system over fsspec that may
-leave half an object is borne as well: the half has a wrong checksum.
+else goes through fsspec, whose object stores put whole objects, and whose clients retry by their own rules.
+An object that arrived with another size than was sent is sent again. A half object that a killed writer
+leaves has a wrong checksum.
 
 Must not know: what objects are.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
 
 from baselines.files import sync
 from baselines.pace import Pace
 
 _PARTIAL: Final = ".partial"
 _LOCAL: Final = "file://"
+_PUTS: Final = 2
+"""How often an object is sent whose size is another one in the store."""
 _FILE_MODE: Final = 0o644
 _FOLDER_MODE: Final = 0o755
 """No user but the writer may change what is there, whatever the umask is: followers refuse it otherwise."""
@@ -131,10 +136,29 @@ class Remote(Store):
             ) from error
 
     def put(self, path: str, data: bytes | memoryview) -> None:
-        """See `Store.put`."""
-        place = self._place(path)
-        self._files.makedirs(self._files._parent(place), exist_ok=True)  # needed by those that have folders
-        self._files.pipe_file(place, bytes(data))
+        """See `Store.put`.
+
+        Raises:
+            OSError: the store keeps another number of bytes than it was sent.
+        """
+        place, content = self._place(path), bytes(data)
+        stored = -1
+        for _ in range(_PUTS):
+            try:
+                self._files.pipe_file(place, content)
+            except (
+                FileNotFoundError
+            ):  # no such folder or bucket, or a multipart upload that has ended already
+                self._files.makedirs(self._files._parent(place), exist_ok=True)
+                self._files.pipe_file(place, content)
+            self._files.invalidate_cache()
+            stored = self._files.info(place)["size"]
+            if stored == len(content):
+                return
+        raise OSError(
+            errno.EIO,
+            f"{place} was sent {_PUTS} times with {len(content)} bytes, and has {stored} in the store",
+        )
 
     def get(self, path: str) -> bytes:
         """See `Store.get`."""
@@ -145,7 +169,8 @@ class Remote(Store):
         """See `Store.paths`."""
         self._files.invalidate_cache()
         root = self._files._strip_protocol(self._root).rstrip("/")
-        return sorted(place[len(root) :].lstrip("/") for place in self._files.find(self._root))
+        places = self._files.find(self._root) if self._has_own_find() else self._below(self._root)
+        return sorted(place[len(root) :].lstrip("/") for place in places)
 
     def remove(self, paths: Iterable[str]) -> None:
         """See `Store.remove`."""
@@ -157,6 +182,28 @@ class Remote(Store):
 
     def _place(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}"
+
+    def _has_own_find(self) -> bool:
+        """Whether the file system lists in a way of its own, and not folder by folder as fsspec does."""
+        kind = type(self._files)
+        if issubclass(kind, AsyncFileSystem):
+            return kind._find is not AsyncFileSystem._find
+        return kind.find is not fsspec.AbstractFileSystem.find
+
+    def _below(self, folder: str) -> Iterator[str]:
+        """All objects below a folder.
+
+        fsspec's own walk leaves out, in silence, a folder that it can't list: no checkpoint would be found.
+        """
+        try:
+            entries = self._files.ls(folder, detail=True)
+        except FileNotFoundError:  # it isn't there yet, or was removed meanwhile
+            return
+        for entry in entries:
+            if entry["type"] != "directory":
+                yield entry["name"]
+            elif entry["name"].rstrip("/") != folder.rstrip("/"):
+                yield from self._below(entry["name"])
 
 
 class PacedReads(Store):

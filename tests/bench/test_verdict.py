@@ -32,16 +32,7 @@ def test_an_answer_without_a_sentence_is_its_metrics() -> None:
 
 
 def test_methods_without_a_table_are_still_an_answer() -> None:
-    rows = [
-        {
-            "metric": "step_cpu_pct",
-            "value": 3.0,
-            "unit": "%",
-            "method": "nothing",
-            "engine": "sparse",
-            "ranks": 4,
-        }
-    ]
+    rows = [once("step_cpu_pct", "%", 3.0, method="nothing", engine="sparse", ranks=4).to_json()]
     assert verdict("compare", {"question": "compare", "rows": rows}, Path("x")).startswith("step_cpu_pct 3 %")
 
 

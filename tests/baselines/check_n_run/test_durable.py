@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from baselines.check_n_run import durable
@@ -29,132 +27,17 @@ from baselines.check_n_run.restoring import chain, last_chain
 from baselines.check_n_run.store import Folder, store_at
 from ecemb.checkpoint import CheckpointReader, DifferentialWriter, Piece
 from ecemb.errors import CheckpointFailed, CheckpointMismatch, ConfigurationError
-from support.check_n_run.training import DIM, ROWS, Life, changed, state
+from support.check_n_run.job import Job
+from support.check_n_run.training import DIM, ROWS, Life
 from support.guarded_training import bags, initialise, whole_tables
 from support.killed_child import cut_off
 from support.processes import launch
 from support.refusals import refused
 
-COLUMNS = [["weight", "float32", DIM], ["sum", "float32", 1]]
-RUNS = {"weight": 7, "sum": 11}
-"""Rows of a piece, by column."""
-
 
 def somewhere() -> str:
     """Without a disk, on which each write would take its time."""
     return f"memory://{secrets.token_hex(8)}"
-
-
-class Job:
-    """All ranks of a job in one process, which saves and resumes as ecemb does; it trains as `Life` does.
-
-    Args:
-        target: of its checkpoints.
-        memory: for copies.
-        ranks: how many.
-        lineage: of the training.
-        resumes: from its newest checkpoint, if there is one; else memory had survived, or it begins.
-        options: of the tiers.
-    """
-
-    def __init__(
-        self,
-        target: str | Path,
-        memory: Path,
-        ranks: int = 2,
-        *,
-        lineage: str = "one",
-        resumes: bool = True,
-        **options: Any,
-    ) -> None:
-        self.tiers = [DurableTier(target, memory, **options) for _ in range(ranks)]
-        bounds = [ROWS * rank // ranks for rank in range(ranks + 1)]
-        self.held = [range(*ends) for ends in pairwise(bounds)]
-        self.tensors = [self.two_dimensional(state(0), held) for held in self.held]
-        self.head, self.next, self.lineage = torch.tensor(0.5), 0, lineage
-        stored = self.tiers[-1].newest() if resumes else None
-        if stored is not None:
-            self.next = stored.step
-        for rank, tier in enumerate(self.tiers):
-            if stored is not None:
-                size = stored.facts["world_size"]
-                tier.read(stored, [one for one in self.rows(rank) if one.table == "table" or rank < size])
-                source = rank if rank < size else 0
-                own, head = torch.zeros(3, dtype=torch.int64), torch.tensor(0.0)
-                tier.read(stored, [Piece("head", (), 0, head)])
-                tier.read(stored, [Piece(f"rank_state/{source}", (3,), 0, own)])
-                assert own.tolist() == [source] * 3 and head == stored.step + 0.5
-            tier.follow({"table": self.held[rank], f"own/rank{rank}": range(rank)})
-
-    def step(self) -> None:
-        rows = changed(self.next)
-        for tier, held, tensors in zip(self.tiers, self.held, self.tensors, strict=True):
-            here = rows[(rows >= held.start) & (rows < held.stop)] - held.start
-            if len(here):
-                tier.touched("table", here)
-                tensors["weight"][here] = float(self.next) * torch.arange(1, DIM + 1)
-                tensors["sum"][here] = float(self.next)
-        self.next += 1
-
-    def save(self, keep: int = 1) -> bool:
-        """As `guard.save`; returns whether there was something to save."""
-        ranks = list(range(len(self.tiers)))
-        first, facts = self.tiers[0], self.facts()
-        if not (token := first.prepare(self.next, facts)):
-            return False
-        try:
-            for rank, tier in enumerate(self.tiers):
-                tier.take(token, rank, self.pieces(rank))
-            for tensors in self.tensors:  # the next step is here before what was taken is written
-                kept = {name: tensor.clone() for name, tensor in tensors.items()}
-                for tensor in tensors.values():
-                    tensor.fill_(-1.0)
-                tensors |= kept
-            receipts = [self.tiers[rank].write(token, rank, len(ranks), []) for rank in reversed(ranks)]
-            first.commit(token, facts, receipts)
-            first.retain(keep)
-        except Exception:
-            first.discard(token)
-            raise
-        return True
-
-    def pieces(self, rank: int) -> list[Piece]:
-        self.head.fill_(self.next + 0.5)
-        dense = [Piece("head", (), 0, self.head)] if rank == len(self.tiers) - 1 else []
-        own = Piece(f"rank_state/{rank}", (3,), 0, torch.tensor([rank] * 3))
-        return [*self.rows(rank), *dense, own]
-
-    def rows(self, rank: int) -> list[Piece]:
-        held = self.held[rank]
-        found = [
-            Piece(f"table.{name}", (ROWS, tensor.shape[1]), held.start + at, tensor[at : at + run], "table")
-            for name, run in RUNS.items()
-            for tensor in [self.tensors[rank][name]]
-            for at in range(0, len(held), run)
-        ]
-        key = f"own/rank{rank}"  # by hand; rank 0 has no row
-        return [*found, Piece(f"{key}.weight", (rank, 2), 0, torch.ones(rank, 2), key)]
-
-    def facts(self) -> dict[str, Any]:
-        tables = [
-            [["table", ROWS, None, COLUMNS], ["own", None, rank, [["weight", "float32", 2]]]]
-            for rank in range(len(self.tiers))
-        ]
-        common = {"step": self.next, "lineage": self.lineage, "job": "job"}
-        return {**common, "world_size": len(self.tiers), "tables": tables}
-
-    def is_right(self) -> bool:
-        wanted = [self.two_dimensional(state(self.next), held) for held in self.held]
-        return all(
-            torch.equal(tensor, there[name])
-            for there, tensors in zip(wanted, self.tensors, strict=True)
-            for name, tensor in tensors.items()
-        )
-
-    @staticmethod
-    def two_dimensional(tensors: dict[str, Tensor], held: range) -> dict[str, Tensor]:
-        part = slice(held.start, held.stop)
-        return {name: tensor[part].reshape(len(held), -1) for name, tensor in tensors.items()}
 
 
 def newest(target: str | Path) -> Manifest:
@@ -356,7 +239,7 @@ def test_all_ranks_must_see_the_same_store(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(durable, "_SIGHT_S", 0.01)
     job = Job(somewhere(), tmp_path)
     job.tiers[1]._store = store_at(somewhere())
-    with pytest.raises(RuntimeError, match="rank 1 has written nothing.*must see the same store"):
+    with pytest.raises(CheckpointFailed, match="rank 1 has written nothing.*must see the same store"):
         job.save()
     assert job.tiers[0].newest() is None and store_at(str(job.tiers[0])).paths() == []
 

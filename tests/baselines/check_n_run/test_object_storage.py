@@ -18,9 +18,10 @@ from baselines.check_n_run.durable import DurableTier
 from baselines.check_n_run.store import Store, store_at
 from ecemb.checkpoint import Piece
 from support.check_n_run.stores import check_objects
+from support.object_storage import moto_server, options_of
 
 WHY = "is not in this environment: run `make test-s3`"
-server = pytest.importorskip("moto.server", reason=f"moto {WHY}")
+pytest.importorskip("moto.server", reason=f"moto {WHY}")
 pytest.importorskip("s3fs", reason=f"s3fs {WHY}")
 
 ROWS, DIM = 6, 3
@@ -28,12 +29,9 @@ ROWS, DIM = 6, 3
 
 @pytest.fixture(scope="module")
 def options() -> Iterator[dict[str, Any]]:
-    """Of s3fs, for a server that lives as long as these tests; any user may access keys."""
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    yield {"key": "any", "secret": "any", "endpoint_url": f"http://{host}:{port}"}
-    running.stop()
+    """Of s3fs, for a server that lives as long as these tests."""
+    with moto_server() as (host, port):
+        yield options_of(f"http://{host}:{port}")
 
 
 @pytest.fixture
