@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,15 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 )
 def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
     assert said in refusal(capsys, *words.split())
+
+
+def test_the_command_line_of_other_questions_imports_nothing_of_ecemb() -> None:
+    """What is imported counts as the code of a result."""
+    said = (
+        "import sys, bench.__main__; print([n for n in sys.modules if n.split('.')[0] in ('ecemb', 'torch')])"
+    )
+    done = subprocess.run([sys.executable, "-c", said], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_options_become_a_command_that_asks_again() -> None:

@@ -1,6 +1,6 @@
 """The options of a comparison on a cluster, and which of them go together.
 
-Imports hardly anything: `python -m bench --help` has them.
+Imports hardly anything, and nothing of ecemb: all questions are asked by a command line that has them.
 
 Must not know: how anything is launched or measured.
 """
@@ -16,7 +16,6 @@ from typing import Any, Literal
 from bench import ROOT
 from bench.harness.result import BadOption
 from bench.questions.compare_cluster.launchers import BUILT_IN, HERE, check
-from bench.questions.compare_cluster.steps import LEAST_PLAIN, Steps
 
 Device = Literal["cpu", "cuda"]
 Backend = Literal["gloo", "nccl"]
@@ -188,6 +187,8 @@ def checked(options: Options) -> Options:
     for one in options.settings:
         if "=" not in one:
             raise BadOption(f"--set takes NAME=VALUE; it is {one!r}")
+    from bench.questions.compare_cluster.steps import LEAST_PLAIN, Steps  # imports ecemb
+
     least = Steps(0, options.kills).total + LEAST_PLAIN
     if options.steps < least:
         raise BadOption(
