@@ -337,14 +337,7 @@ EXCERPTS: Mapping[str, tuple[Excerpt, ...]] = {
     "simulate": (
         Excerpt("Time that trains, by hosts", ("ettr_by_hosts",), {"method": _METHODS, "job": _PROFILE}),
         Excerpt("Time that trains, on traces", ("ettr_on_trace",), {"method": _METHODS, "job": _PROFILE}),
-        Excerpt("Cells of the map, by the kind of method that is ahead for certain", ("cells_ahead",)),
         Excerpt("Cells of the map, by the kind that is ahead at the likeliest inputs", ("cells_first",)),
-        Excerpt(
-            "Cells that turn with an input at an end of its range",
-            ("cells_turned",),
-            {"among": ("that lose no samples",)},
-            columns_of="end",
-        ),
         Excerpt(
             "Months that lose more than parity rebuilds, on a trace",
             ("data_lost_on_trace_pct",),

@@ -14,7 +14,8 @@ from bench import __main__ as command
 from bench.harness import register, signature
 from bench.harness.result import Arguments, document, write
 from bench.harness.signature import seal, sources
-from bench.questions.simulate import methods
+from bench.questions.simulate import inputs
+from bench.questions.simulate.profiles import PROFILES
 from bench.report import provenance, tables
 
 
@@ -60,8 +61,8 @@ def test_answers_that_a_question_starts_from_are_those_that_it_reads(
         read.append(path)
         return []
 
-    monkeypatch.setattr(methods, "_rows", rows)
-    methods.costs(tmp_path, over_links=True)
+    monkeypatch.setattr(inputs, "_rows", rows)
+    inputs.inputs(PROFILES[0], tmp_path)
     assert {path.name for path in read} == {*signature.INPUTS["simulate"]}
 
 
