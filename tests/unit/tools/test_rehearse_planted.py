@@ -19,7 +19,7 @@ EPOCH = 5  # batches
 
 OPTIONS = {
     "dlrm": "--code 2,1 --rows 200 --dim 4 --batch 8 --held-out 1",
-    "torchrec_dlrm": "--rows 5000 --batch 8",
+    "torchrec_dlrm": "--rows 5000 --batch 8 --code 2,1",
 }
 BEFORE_PROTECT = {"dlrm": "tally = Tally()\n", "torchrec_dlrm": "guard = ecemb.protect("}
 BEHIND_A_STEP = {
@@ -152,8 +152,6 @@ def test_a_planted_fault_is_found(
     fork_server()  # agents come from the one that all tests use
     change, says = PLANTS[plant]
     source = (EXAMPLES / f"{name}.py").read_text()
-    if name == "torchrec_dlrm":
-        source = planted(source, "Code(n=4, k=3)", "Code(n=2, k=1)")
     script = tmp_path / f"{name}.py"
     script.write_text(change(source, name))
     parser = argparse.ArgumentParser()
