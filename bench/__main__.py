@@ -117,6 +117,10 @@ IN_ALL: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 with -> options."""
 QUICK = ("compare", "kernels", "simulate")
 """Questions that `all --quick` asks, of one engine; the tests ask most of the others as quickly."""
+FEW: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "compare": {"": ("--methods", "nothing,ecemb (4, 3),check-n-run intermittent")},
+}
+"""Of these, the ones that `all --quick` asks in another way than `--quick` alone; as in `IN_ALL`."""
 
 ON_GPUS = ("gpu",)
 """Questions that `all` leaves out: they are asked by `make gpu`."""
@@ -397,7 +401,7 @@ def asked(
     for question in QUICK if quick else sorted(every, key=lambda one: (one in OF_RESULTS, one)):
         words = [question, *(traces if question in OF_TRACES else ())]
         words += ["--results", str(results)] if question in OF_RESULTS and results else []
-        ways = USUAL if quick else IN_ALL.get(question, USUAL)
+        ways = (FEW if quick else IN_ALL).get(question, USUAL)
         found += [suite.Asked(question + end, (*words, *options)) for end, options in ways.items()]
         if question in OF_DATA:
             found += [
