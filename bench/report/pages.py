@@ -145,9 +145,7 @@ def summarized(order: Sequence[str], documents: Documents) -> str:
     """The summary of all questions, on one screen."""
     parts = [HEAD]
     if "compare" in order:
-        ((file, shown, _),) = PICTURES["compare"]
         parts += ["## The methods side by side\n", choosing.methods(documents) + "\n"]
-        parts.append(f"![{shown}]({FOLDER}/{file})\n")
     lines = [
         [
             f"[{asked(question)[0]}]({FOLDER}/{question}.md)",
