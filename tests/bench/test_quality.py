@@ -162,7 +162,7 @@ def test_the_answer_on_a_file(
 ) -> None:
     monkeypatch.setattr(quality, "QUICK", SMALL)
     answer = tmp_path / "quality.json"
-    command.main(["quality", "--quick", "--data", "criteo", str(file), "--json", str(answer)])
+    command.main(["quality", "--quick", "--verbose", "--data", "criteo", str(file), "--json", str(answer)])
     shown = capsys.readouterr().out
     assert "criteo, train.txt" in shown and "line 6: it has 1 fields, not 40" in shown
     (row,) = (row for row in tables.load(tmp_path)[0]["rows"] if row["metric"] == "malformed_lines")
