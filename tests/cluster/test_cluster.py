@@ -23,7 +23,7 @@ from failures.driver import ROOT
 from support import cluster_compare as compare
 
 
-@pytest.mark.slow
+@pytest.mark.long  # takes both processors; .ci/run has it by itself, before all others
 def test_a_killed_node_is_replaced_by_the_spare_of_the_guides_script() -> None:
     try:
         result = killed_of_three()
