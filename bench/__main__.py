@@ -339,7 +339,7 @@ def about(question: str) -> str:
     if question in OF_ENGINES:
         named.append(f"--engine {' | '.join(OF_ENGINES[question])} (default: {OF_ENGINES[question][0]})")
     if question in OF_SETTINGS:
-        named.append(f"--setting {' | '.join(OF_SETTINGS[question])} (default: all; of compare: all methods)")
+        named.append(f"--setting {' | '.join(OF_SETTINGS[question])} (default: all)")
     if question in OF_TRACES:
         named.append("--trace FILE [--system N,M]: faults of a real cluster")
     if question in OF_RESULTS:

@@ -22,15 +22,15 @@ from bench.questions.compare.families import (
     quiet_engine,
 )
 from bench.questions.compare.picture import duration
+from bench.questions.simulate.verdicts import ALL, EXACT, LEAN
 from bench.report.headlines import Documents, Unknown, of
 from bench.report.tables import grid
 
 OURS = "ecemb (4, 3)"
-EXACT = "that lose no samples"
 PANELS = {
-    "all": "samples may be lost",
+    ALL: "samples may be lost",
     EXACT: "no sample may be lost",
-    "that lose no samples and keep no second copy": "nor memory hold a second copy",
+    LEAN: "nor memory hold a second copy",
 }
 """Panel of the map -> what it allows."""
 UNKNOWN = "cannot tell"
