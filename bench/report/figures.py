@@ -1,8 +1,9 @@
 """The figures of pages whose text is written by hand: README.md, docs/performance.md, docs/choosing.md.
 
 What lies between `<!-- picture: QUESTION -->`, alone on its line, and `<!-- end -->` is replaced by a
-picture; what follows `<!-- methods: compare -->`, `<!-- choices: compare -->`, `<!-- shares: simulate -->`,
-`<!-- mtbfs: simulate -->` or `<!-- verdicts: simulate -->` by that of `bench.report.choosing`;
+picture; what follows `<!-- screen: compare -->` by that of `bench.report.screen`;
+`<!-- shares: simulate -->`, `<!-- mtbfs: simulate -->` or `<!-- verdicts: simulate -->` by that of
+`bench.report.choosing`;
 `<!-- restarts: recovery -->` or `<!-- seconds: recovery -->` by that of `bench.report.restarts`; and
 `<!-- versions: compat -->` by that of `bench.report.versions`.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 from bench import RESULTS, ROOT
 from bench.questions.profile.picture import draw
-from bench.report import choosing, restarts, tables, versions
+from bench.report import choosing, restarts, screen, tables, versions
 from bench.report.headlines import Unknown
 
 PAGES = (ROOT / "docs" / "performance.md", ROOT / "docs" / "choosing.md", ROOT / "README.md")
@@ -31,8 +32,7 @@ SHOWS = {
 Documents = Sequence[Mapping[str, Any]]
 
 SHOWN = {
-    "methods": choosing.methods,
-    "choices": choosing.choices,
+    "screen": screen.screen,
     "shares": choosing.shares,
     "mtbfs": choosing.mtbfs,
     "verdicts": choosing.verdicts,

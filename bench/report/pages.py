@@ -21,7 +21,7 @@ from bench.questions.cpr import picture as cpr_picture
 from bench.questions.drift import picture as drift_picture
 from bench.questions.quantization import picture as quantization_picture
 from bench.questions.simulate import picture as simulate_picture
-from bench.report import choosing, excerpts, figures, headlines, provenance, summary, tables
+from bench.report import excerpts, figures, headlines, provenance, screen, summary, tables
 from bench.report.html import html
 from bench.report.tables import BadResult
 
@@ -41,6 +41,7 @@ Every number is in bench/results, as JSON: a median, in brackets the smallest an
 says so, a mean with its 95 % interval. *Stale*: the code that was measured, or its input, has changed.
 """
 
+SIDE_BY_SIDE = "[Which method](choosing.md) has the methods side by side."
 MORE = "All figures, in tables to sort and to filter: `python -m bench report` writes build/results.html."
 
 Draw = Callable[[Sequence[Mapping[str, Any]]], str]
@@ -143,9 +144,7 @@ def render(documents: Documents, named: Sequence[str] = (), *, full: bool = Fals
 
 def summarized(order: Sequence[str], documents: Documents) -> str:
     """The summary of all questions, on one screen."""
-    parts = [HEAD]
-    if "compare" in order:
-        parts += ["## The methods side by side\n", choosing.methods(documents) + "\n"]
+    parts = [HEAD, f"{SIDE_BY_SIDE}\n"]
     lines = [
         [
             f"[{asked(question)[0]}]({FOLDER}/{question}.md)",
@@ -196,7 +195,7 @@ def of_question(question: str, documents: Documents, *, full: bool) -> str:
         parts.append("[What the columns mean](#definitions) is below the tables.")
     if answers:
         if question == "compare_cluster":
-            parts += [choosing.on_a_cluster(answer["rows"]) for answer in answers]
+            parts += [screen.on_a_cluster(answer["rows"]) for answer in answers]
         parts += chosen
         parts += [f"![{shown}]({file})" for file, shown, _ in PICTURES.get(question, ())]
     else:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bench.methods import JOB_MTBF
 from bench.questions.compare.families import COST, NEXT
 from bench.questions.recovery.question import COLD, REPLACED, STAYS, WARM
-from bench.report import restarts
-from bench.report.choosing import EXACT, OURS, counted, leads, measured
+from bench.report import restarts, screen
+from bench.report.choosing import CHOICES, EXACT, OURS, counted, leads, measured
 from bench.report.headlines import Documents, Unknown, cpr_base, of, value
 
 IN_WORDS = {
@@ -112,16 +113,19 @@ def of_recovery(documents: Documents) -> str:
 
 def of_rebuild(documents: Documents) -> str:
     rows = of(documents, "rebuild")
-    size = int(most([row | {"value": row["table_bytes"]} for row in rows], "kill_to_step_s")[1])
+    uniform = [row | {"value": row["table_bytes"]} for row in rows if row.get("setting") == "uniform"]
+    sizes = tuple(map(int, most(uniform, "kill_to_step_s")))
 
     def seconds(rebuild: str) -> str:
-        return f"{value(rows, 'kill_to_step_s', rebuild=rebuild, table_bytes=size):.1f} s"
+        each = (value(rows, "kill_to_step_s", rebuild=rebuild, table_bytes=size) for size in sizes)
+        return " and ".join(f"{one:.1f}" for one in each) + " s"
 
     share = value(
         rows, "throughput_while_rebuilding", rebuild="background", setting="dlrm", dense="accelerator"
     )
     return (
-        f"with {size >> 20:,} MiB of lost memory from a kill to the next step {seconds('background')} "
+        f"with {sizes[0] >> 20:,} and {sizes[1] >> 20:,} MiB of lost memory from a kill to the next step "
+        f"{seconds('background')} "
         f"(rebuilt first: {seconds('blocking')}); "
         f"`dlrm` beside an accelerator, at {share:.2f} times the speed until all is there"
     )
@@ -261,12 +265,17 @@ def of_quantization(documents: Documents) -> str:
 
 
 def of_compare(documents: Documents) -> str:
+    """What each method takes in all of the training that was measured."""
     found = measured(documents)[1]
-    seconds = [found.get(method, {}).get(NEXT) for method in (OURS, "full files")]
-    ours, files = (one["value"] if one is not None else None for one in seconds)
-    if ours is None or files is None:
+    size, hours = screen.size_gb(found), JOB_MTBF.total_seconds() / 3600
+    said = [
+        f"{choice.name} {screen.total(screen.taken(values, size, None), hours, (size,), '').strip()} %"
+        for choice in CHOICES
+        if screen.is_whole(values := found.get(choice.method, {}))
+    ]
+    if not said:
         raise Unknown(NEXT)
-    return f"the table above; next step after {ours:.1f} s, with full checkpoints {files:.1f} s"
+    return f"time lost in all with {size:.2g} GB a rank and {hours:.0f} h between failures: {'; '.join(said)}"
 
 
 def of_compare_cluster(documents: Documents) -> str:

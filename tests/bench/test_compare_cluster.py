@@ -29,7 +29,7 @@ from bench.questions.compare_cluster.launch import Place
 from bench.questions.compare_cluster.options import QUICK, SCRIPT, Options, checked
 from bench.questions.compare_cluster.question import Comparison
 from bench.questions.compare_cluster.rank import Order
-from bench.report import choosing, excerpts, pages
+from bench.report import excerpts, pages, screen
 from bench.workloads.scripts import BadScript, Job, criteo_nn, load
 
 
@@ -242,19 +242,23 @@ def in_small() -> list[Row]:
 
 
 def test_the_table_has_the_form_of_the_readme() -> None:
-    table = choosing.on_a_cluster([row.to_json() for row in in_small()]).splitlines()
-    assert table[0].startswith("| method | training takes longer by | a failure takes | next step after |")
-    assert table[2].startswith("| full checkpoints | ") and table[2].endswith(" | yes |")
-    assert table[3].startswith("| no protection | cannot tell (") and len(table) == 8
-    assert table[5] == "- **cpr vanilla** is left out: a reason."
-    assert "mine: 1 hosts with 2 ranks each, on cpu, gloo, launcher torchrun, network none." in table[7]
+    totals, keeps, left_out, under = screen.on_a_cluster([row.to_json() for row in in_small()]).split("\n\n")
+    assert totals.startswith("| method | 3 h | 14 h | 100 h |\n")
+    assert [line.split(" | ")[0] for line in totals.splitlines()[2:]] == [
+        "| full checkpoints",
+        "| no protection",
+    ]
+    assert keeps.startswith("| method | next step | host memory | may be lost | same bits |\n")
+    assert keeps.splitlines()[2].endswith(" | yes *m* |") and len(keeps.splitlines()) == 4
+    assert left_out == "- **cpr vanilla** is left out: a reason."
+    assert "mine: 1 hosts with 2 ranks each, on cpu, gloo, launcher torchrun, network none." in under
 
 
 def test_the_page_has_the_table_and_what_it_is_made_of() -> None:
     answer = {**document("compare_cluster", Arguments(), in_small()), "file": "compare-cluster"}
     made = pages.render([answer])
     page = made["results/compare_cluster.md"]
-    assert choosing.on_a_cluster(answer["rows"]) in page and page.count("\n") < 150
+    assert screen.on_a_cluster(answer["rows"]) in page and page.count("\n") < 150
     for excerpt in excerpts.EXCERPTS["compare_cluster"]:
         assert f"## {excerpt.heading}\n" in page
         assert {row["metric"] for row in excerpt.rows([answer])} == {*excerpt.metrics}

@@ -62,6 +62,15 @@ def test_each_figure_with_an_interval_is_in_the_results() -> None:
         assert any(near), f"no result is {figure[0]} ({figure[1]} to {figure[2]})"
 
 
+def test_a_goal_is_reached_only_where_the_whole_interval_is_below_it() -> None:
+    page = figures.PAGES[0].read_text(encoding="utf-8")
+    found = re.findall(r"\((-?[\d.]+) to (-?[\d.]+)\) \|.*\| (\d+): (\w+) \|$", page, re.MULTILINE)
+    assert len(found) == 6
+    for low, high, goal, said in found:
+        expected = "reached" if float(high) < float(goal) else "missed" if float(low) > float(goal) else ""
+        assert said == (expected or "undecided")
+
+
 def test_figures_are_replaced_and_text_stays() -> None:
     page = "before\n<!-- picture: profile -->\nold\n<!-- end -->\nafter\n"
     filled = figures.fill(page, [PROFILE])
@@ -73,7 +82,7 @@ def test_figures_are_replaced_and_text_stays() -> None:
 
 
 def test_what_is_not_measured_yet_is_said() -> None:
-    page = "<!-- picture: profile -->\n<!-- end -->\n<!-- methods: compare -->\n<!-- end -->\n"
+    page = "<!-- picture: profile -->\n<!-- end -->\n<!-- screen: compare -->\n<!-- end -->\n"
     assert figures.fill(page, []).count("Not measured yet: `python -m bench ") == 2
 
 

@@ -13,11 +13,18 @@ from bench.report.verdict import aligned, figures, verdict
 
 
 def test_a_table_of_markdown_is_columns_of_text() -> None:
-    table = (
-        "| method | memory, over | `same` bits |\n"
-        "| :-- | --: | :-- |\n| **ecemb**, auto | 0.5x | yes |\n| full | none | no |"
+    second = (
+        "| method | host memory | `same` bits |\n"
+        "| :-- | --: | :-- |\n| **ecemb**, auto | 0.5x *m* | yes *m* |\n| full | none *m* | no *m* |"
     )
-    assert aligned(table) == ["method       same bits", "ecemb, auto  yes", "full         no"]
+    assert aligned(second) == ["method       same bits", "ecemb, auto  yes", "full         no"]
+    first = "| method | 3 h |\n| :-- | --: |\n| full | 9 *s* |\n| as published | ≤ 1 *p* |"
+    assert aligned(first, second)[:3] == [
+        "method        3 h  same bits",
+        "full          9    no",
+        "as published  ≤ 1",
+    ]
+    assert aligned(first, second)[3] == "ecemb, auto        yes"
 
 
 def test_an_answer_without_a_sentence_is_its_metrics() -> None:

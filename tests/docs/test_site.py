@@ -88,6 +88,20 @@ def test_no_page_is_wider_than_a_window(site: Path, browser: Browser) -> None:
     assert wider == {} and browser.failed == []
 
 
+SCROLLED = """
+[...document.querySelectorAll('article table:not([class])')].slice(0, 2)
+  .flatMap(one => [one, one.closest('.md-typeset__scrollwrap')])
+  .map(one => one.scrollWidth - one.clientWidth)
+"""
+"""By how many pixels the first two tables of a page are wider than their place."""
+
+
+def test_the_first_tables_of_methods_fit_a_phone(site: Path, browser: Browser) -> None:
+    browser.resize(WIDTHS["phone"], HEIGHT)
+    browser.open(site / "choosing" / "index.html")
+    assert browser.value(SCROLLED) == [0] * 4
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
