@@ -428,9 +428,10 @@ def test_each_setting_code_and_window_is_measured(
 
     monkeypatch.setattr(overhead, "measure", pretend)
 
-    def commits_of(engine: str, name: str) -> tuple[tuple[Steps, bool], ...]:
-        is_main = (engine, name) == ("torchrec", "dlrm")
-        return overhead.COMMITS if is_main else overhead.BESIDE_COMMITS
+    def cases_of(engine: str) -> list[tuple[bool, Steps, bool]]:
+        commits = overhead.COMMITS if engine == "torchrec" else overhead.BESIDE_COMMITS
+        rivals: list[tuple[bool, Steps, bool]] = [(True, 1, False)] if engine == "torchrec" else []
+        return [*((False, *one) for one in commits), *rivals]
 
     for engine, given, names in (
         ("torchrec", "", ("dlrm",) if quick else ("dlrm", "sparse-heavy")),
@@ -444,7 +445,7 @@ def test_each_setting_code_and_window_is_measured(
             (name, engine, overhead.FEWER if case[0] else 77, code, *case)
             for name in names
             for code in codes
-            for case in [*((False, *commits) for commits in commits_of(engine, name)), (True, 1, False)]
+            for case in cases_of(engine)
         ]
 
 

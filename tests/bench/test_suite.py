@@ -85,9 +85,9 @@ def test_how_long_all_of_them_take(tmp_path: Path) -> None:
     assert suite.took(questions, tmp_path).split() == ["12.5", "minutes", "drift", "12.5", "minutes"]
 
 
-def test_all_of_them_are_planned_to_take_some_three_hours() -> None:
+def test_all_of_them_are_planned_to_take_less_than_three_hours() -> None:
     every = [one.name for one in command.asked(quick=False)]
-    assert set(suite.PLANNED) == set(every) and sum(suite.PLANNED.values()) < 190
+    assert set(suite.PLANNED) == set(every) and sum(suite.PLANNED.values()) < 0.9 * 180
 
 
 def test_results_are_made_from_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:

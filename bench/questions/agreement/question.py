@@ -75,7 +75,7 @@ class Scale:
         timeout_s: Of every wait.
     """
 
-    ranks: tuple[int, ...] = (4, 8, 16, 32, 64)
+    ranks: tuple[int, ...] = (4, 8, 16, 64)
     rows: int = 200
     batch: int = 50
     transactions: int = 20

@@ -47,7 +47,7 @@ class Deaths:
         margin: Times as many steps as the latest failure could come to, after which trainings end.
     """
 
-    kills: int = 10
+    kills: int = 6
     fewer: int = 3
     killed: int = 11
     apart: tuple[int, int] = (2, 5)

@@ -74,7 +74,7 @@ class Scale:
     dense: str = "dlrm"
     batch: int = 1024
     skew: float = 1.2
-    pairs: int = 144
+    pairs: int = 112
     launches: int = 2
     fewer: int = 50
     saves: int = 6

@@ -1,4 +1,4 @@
-"""Head to head: what does each way of surviving failures cost, and what is left after ten of them?
+"""Head to head: what does each way of surviving failures cost, and what is left after them?
 
 Each method of `bench.methods.registry` that is compared is measured in three ways, all on the tables, the
 dense part and the engines of `python -m bench overhead`:
@@ -20,7 +20,7 @@ dense part and the engines of `python -m bench overhead`:
    - `fixed_..._s`, `..._per_gb`: the same of tables of no size, and for each GB of a rank's tables and their
      optimizer state, by a line through tables of two sizes.
    - `save_written_bytes`, `save_sent_bytes`: by a rank.
-3. *Failures*. Ranks train under torchrun, all started by `ecemb-run`, under every method alike. Ten times, or
+3. *Failures*. Ranks train under torchrun, all started by `ecemb-run`, under every method alike. Six times, or
    three times under methods that the summary leaves out, one is killed with the memory of its machine: the
    first time after the optimizers of a step, then at any moment. Codes with six blocks have six ranks, and
    lose two of them at once in the first failure. Methods that save do so each eight steps here.

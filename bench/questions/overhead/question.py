@@ -108,10 +108,10 @@ from ecemb.step.interval import published_mtbf
 CODES = (Code(4, 3), Code(4, 2))
 """Each is measured on n ranks."""
 Steps = int | Literal["auto"]
-COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), (64, True), ("auto", True))
+COMMITS: tuple[tuple[Steps, bool], ...] = ((1, False), (16, False), ("auto", True))
 """Steps that are committed at once, and whether beside the next ones: each is measured with each code."""
-BESIDE_COMMITS = tuple(one for one in COMMITS if one[0] != 64)
-"""Of these, what is measured in the other settings, and on the other engine."""
+BESIDE_COMMITS = (COMMITS[0], COMMITS[-1])
+"""Of these, what is measured on the other engine, there without replication."""
 FEWER, FEWER_LAUNCHES, BESIDE_ENGINE = 24, 3, "sparse"
 """Pairs beside replication, in the other settings, and on this engine, and launches that they are of."""
 HOSTS = 128
@@ -173,7 +173,7 @@ class Scale:
         return f"{self.name}: {tables}, batch {self.batch:,} a rank, skew {self.skew:g}"
 
 
-FULL = Scale(pairs=256, launches=4)
+FULL = Scale(pairs=192, launches=4)
 QUICK = Scale(tables=4, rows=2000, dim=16, batch=64, pairs=4, timeout_s=280)
 
 
@@ -197,16 +197,17 @@ def run(arguments: Arguments) -> list[Row]:
         return by_metric(with_managed_collision(scale, arguments.engine, codes, arguments.seed))
     fewer = replace(scale, pairs=min(FEWER, scale.pairs), launches=min(FEWER_LAUNCHES, scale.launches))
     few = scale if arguments.pairs else fewer
-    settings = [few if arguments.engine == BESIDE_ENGINE else scale, sparse_heavy(few)]
+    is_beside = arguments.engine == BESIDE_ENGINE
+    settings = [few if is_beside else scale, sparse_heavy(few)]
     asked = arguments.setting or (scale.name if arguments.quick else "")
     rows: list[Row] = []
     for setting in (one for one in settings if asked in ("", one.name)):
-        is_main = setting.name == scale.name and arguments.engine != BESIDE_ENGINE
         for code in codes:
-            for window, overlap in COMMITS if is_main else BESIDE_COMMITS:
+            for window, overlap in BESIDE_COMMITS if is_beside else COMMITS:
                 rows += measure(setting, arguments.engine, code, window, overlap, arguments.seed)
-            rival = replace(setting, methods=RIVALS, pairs=fewer.pairs, launches=fewer.launches)
-            rows += measure(rival, arguments.engine, code, 1, False, arguments.seed)
+            if not is_beside:
+                rival = replace(setting, methods=RIVALS, pairs=fewer.pairs, launches=fewer.launches)
+                rows += measure(rival, arguments.engine, code, 1, False, arguments.seed)
     return by_metric(rows)
 
 

@@ -82,7 +82,7 @@ class Setting:
 
 UNIFORM, DLRM = "uniform", "dlrm"
 SETTINGS: Mapping[str, Setting] = {
-    UNIFORM: Setting("bench.questions.rebuild.rank", RECORD_BYTES, batch=256, steps=60),
+    UNIFORM: Setting("bench.questions.rebuild.rank", RECORD_BYTES, batch=256, steps=40),
     DLRM: Setting(
         "bench.questions.rebuild.dlrm_rank",
         4 * OVERHEAD.dim + 8,  # row-wise Adagrad's sum, padded to a word
@@ -129,13 +129,12 @@ class Scale:
 
     cases: tuple[Case, ...] = (
         Case(UNIFORM, ACCELERATOR, 256 * MIB),
-        Case(UNIFORM, ACCELERATOR, 1024 * MIB),
         Case(UNIFORM, ACCELERATOR, 2048 * MIB),
         Case(DLRM, PROCESSORS, DLRM_BYTES),
-        Case(DLRM, ACCELERATOR, DLRM_BYTES, launches=3),
+        Case(DLRM, ACCELERATOR, DLRM_BYTES, launches=2),
     )
     kills: int = 3
-    most_steps: int = 60
+    most_steps: int = 40
     code: Code = CODE
     arena_dir: str = "/dev/shm"
     timeout_s: float = 900.0
