@@ -37,6 +37,11 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "256 MiB of memory, TorchRec's tables": _TORCHREC | {"kind": "memory", "rebuild": BLOCKING},
 }
 """What is lost -> the labels of its rows; a row without one of them has it."""
+OTHERS = {
+    "With TorchRec's tables it takes": "a process, TorchRec's tables",
+    "With 256 MiB of lost memory to rebuild beside that:": "256 MiB of memory, TorchRec's tables",
+}
+"""What the sentence says of slower cases -> the line of the table."""
 
 Row = Mapping[str, Any]
 
@@ -84,10 +89,15 @@ def sentence(documents: Documents) -> str:
         raise Unknown(NEXT)
     said = [f"{value:.2g} s where {WHERE[start]}" for start, value in found.items()]
     listed = " and ".join(filter(None, [", ".join(said[:-1]), said[-1]]))
-    return (
-        f"**From the kill of a process to the next step of all ranks**: {listed} "
-        f"([table](#a-training-that-loses-a-rank))."
+    first = (
+        f"**From the kill of a process to the next step of all ranks**, with tables of `ecemb.nn` and memory "
+        f"that is still there: {listed} ([table](#a-training-that-loses-a-rank))."
     )
+    lines = [first]
+    for said_of, lost in OTHERS.items():
+        if slower := sorted(seconds(rows, lost).values()):
+            lines.append(f"{said_of} {slower[0]:.2g} to {slower[-1]:.2g} s.")
+    return " ".join(lines)
 
 
 def _reading(documents: Documents, rows: Sequence[Row]) -> str:

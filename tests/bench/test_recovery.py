@@ -170,9 +170,14 @@ def test_the_seconds_of_each_start_are_shown() -> None:
     assert "| 256 MiB of memory, rebuilt beside training | 0.4 s |  |" in shown
     assert "TorchRec" not in shown and "9" not in shown.partition("Medians")[0]
     assert restarts.sentence([document("recovery", Arguments(), rows)]).startswith(
-        "**From the kill of a process to the next step of all ranks**: 0.23 s where the other processes stay "
-        "and 0.52 s where torchrun restarts all by `ecemb-run` ("
+        "**From the kill of a process to the next step of all ranks**, with tables of `ecemb.nn` and memory "
+        "that is still there: 0.23 s where the other processes stay and 0.52 s where torchrun restarts all "
+        "by `ecemb-run` ("
     )
+    rows += [kill_to_step(WARM, "process", 2.31, engine="torchrec")]
+    rows += [kill_to_step(STAYS, "process", 1.8, engine="torchrec")]
+    said = restarts.sentence([document("recovery", Arguments(), rows)])
+    assert said.endswith(" With TorchRec's tables it takes 1.8 to 2.3 s.")
     said = summary.of_recovery([document("recovery", Arguments(), rows)])
     assert said == (
         "from a kill to the next step: processes stay 0.23 s, restarted warm 0.52 s; "

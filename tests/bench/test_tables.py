@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -29,6 +30,7 @@ DOCUMENT = document("memory", Arguments(seed=7), ROWS) | {
 
 
 PAGE = "results/memory.md"
+SAME_ENDS = re.compile(r"\((-?[\d.,]+) to \1\)")
 
 
 def test_the_pages_are_what_the_results_give() -> None:
@@ -70,6 +72,19 @@ def test_the_summary_is_one_screen_and_answers_each_question() -> None:
     for question in {one["question"] for one in documents}:
         answer = summary.answer(question, documents)
         assert answer and f"({pages.FOLDER}/{question}.md) | {answer} |" in text
+
+
+def test_no_interval_has_twice_the_same_end() -> None:
+    shown = pages.render(tables.load(RESULTS))
+    shown |= {path.name: path.read_text(encoding="utf-8") for path in figures.PAGES}
+    found = [f"{name}: {match[0]}" for name, text in shown.items() for match in SAME_ENDS.finditer(text)]
+    assert not found
+
+
+def test_seconds_of_lost_memory_are_of_one_size() -> None:
+    documents = tables.load(RESULTS)
+    for question in ("recovery", "rebuild"):
+        assert re.search(r"with 256 (and [\d,]+ )?MiB of lost memory", summary.answer(question, documents))
 
 
 def test_the_pages_are_short_and_nothing_that_they_are_to_show_is_missing() -> None:
