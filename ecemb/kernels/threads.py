@@ -168,7 +168,8 @@ def _stop(others: list[Future[None]]) -> None:
 
 
 MOST_THREADS: Final = 8
-"""The most threads that `share_of_processors` gives: some processors stay for what loads and copies data."""
+"""The most threads that `share_of_processors` gives: some processors stay for what loads and copies data.
+Parity journals have as many lanes (`ecemb.memory.journal.ParityJournal`)."""
 
 
 def share_of_processors(processes: int) -> int:
