@@ -17,8 +17,9 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from .errors import ConfigurationError, EcembError, NotInitialized, UsageError
@@ -138,6 +139,8 @@ def init_process_group(
     arena_dir: str | os.PathLike[str] = "/dev/shm",
     host: str | None = None,
     timeout: datetime.timedelta = datetime.timedelta(seconds=120),
+    device_id: torch.device | int | None = None,
+    pg_options: Any = None,
 ) -> None:
     """Initialises torch.distributed's default group with ranks that follow their memory. All ranks.
 
@@ -155,6 +158,9 @@ def init_process_group(
             and collectives wait for it for half an hour, or for `timeout` if that is longer. The death of a
             process is noticed at once; a host without power or network, and a stopped process, after
             `timeout`.
+        device_id: as torch.distributed's, the device of this process: NCCL then connects at once. It may
+            follow LOCAL_RANK, which belongs to the process; the rank is not known before this call.
+        pg_options: as torch.distributed's, for the default group; ecemb's own groups do not use them.
 
     Raises:
         ConfigurationError: no torchrun environment, or a bad name or path.
@@ -189,7 +195,10 @@ def init_process_group(
         end_for_a_new_process(f"this process was rank {stay.rank}, and its memory is lost")
     patience_s = max(timeout_s, _PATIENCE_S)
     group_store = dist.PrefixStore(f"ecemb/{job}/{roster.prefix}", store)
-    arena, held = rendezvous.make_group(backend, group_store, own, world_size, found, timeout_s, patience_s)
+    options: dict[str, Any] = {"device_id": device_id, "pg_options": pg_options}
+    arena, held = rendezvous.make_group(
+        backend, group_store, own, world_size, found, timeout_s, patience_s, options
+    )
     workers = {one.rank: worker for one, worker in zip(assignments, roster.workers, strict=True)}
     by_rank = [workers[rank] for rank in range(world_size)]
     _session = Session(

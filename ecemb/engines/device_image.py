@@ -121,28 +121,22 @@ class Image:
             one.index_copy_(0, rows, part.view(one.dtype))
             at += size
 
-    @torch.no_grad()
     def put(self, rows: range | None = None) -> None:
         """Overwrites the tensors, or these rows of them, with the image: several threads read it."""
-        finish_all(self.device)
-        pieces = list(self._pieces(range(self._stored.layout.rows) if rows is None else rows))
-        lanes = self._lanes(pieces)
-        for (column, start, own), lane in zip(pieces, itertools.cycle(lanes), strict=False):
-            lane.send(partial(self._stored.copy, column, start), own)
-        for lane in lanes:
-            lane.end()
 
-    @torch.no_grad()
+        def send(lane: _Lane, column: int, start: int, own: torch.Tensor) -> None:
+            lane.send(partial(self._stored.copy, column, start), own)
+
+        self._copy(range(self.rows) if rows is None else rows, send)
+
     def fill(self) -> None:
         """Overwrites the image with the tensors."""
-        finish_all(self.device)
-        pieces = list(self._pieces(range(self._stored.layout.rows)))
-        lanes = self._lanes(pieces)
-        for (column, start, own), lane in zip(pieces, itertools.cycle(lanes), strict=False):
+
+        def receive(lane: _Lane, column: int, start: int, own: torch.Tensor) -> None:
             held = torch.from_numpy(self._stored.columns[column].reshape(-1))
             lane.receive(held[start : start + len(own)], own)
-        for lane in lanes:
-            lane.end()
+
+        self._copy(range(self.rows), receive)
 
     @torch.no_grad()
     def differing(self, rows: range) -> Ids:
@@ -157,10 +151,22 @@ class Image:
                     wrong[at : at + step] |= (now != held[part]).any(axis=1)
         return np.flatnonzero(wrong) + rows.start
 
-    def _lanes(self, pieces: Sequence[tuple[int, int, torch.Tensor]]) -> list[_Lane]:
-        """Buffers for whole columns: one is filled while a device copies the other."""
+    @torch.no_grad()
+    def _copy(self, rows: range, move: Callable[[_Lane, int, int, torch.Tensor], None]) -> None:
+        """Moves the pieces of some rows by buffers in turn: one is filled while a device copies another.
+
+        Args:
+            rows: of the table.
+            move: begins a copy by way of a buffer, of a piece as `_pieces` has it.
+        """
+        finish_all(self.device)
+        pieces = list(self._pieces(rows))
         size = max((len(own) for _, _, own in pieces), default=0)
-        return [_Lane(self.device, size) for _ in range(_BUFFERS)]
+        lanes = [_Lane(self.device, size) for _ in range(_BUFFERS)]
+        for piece, lane in zip(pieces, itertools.cycle(lanes), strict=False):
+            move(lane, *piece)
+        for lane in lanes:
+            lane.end()
 
     def _pieces(self, rows: range) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The bytes of some rows' columns in parts: column, first byte in the image's, and the tensor's.

@@ -261,13 +261,7 @@ class Kernels(ABC):
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
         """
-        check_places("update_rows_", "dst", dst, offsets, "src", src)
-        check_output("update_rows_", "dst", dst, src=src)
-        check_weight("update_rows_", weight)
-        check_array("update_rows_", "saved", saved, 2, (WORD,))
-        check_output("update_rows_", "saved", saved, dst=dst, src=src)
-        check_array("update_rows_", "mark", mark, 1, (INDEX,))
-        check_output("update_rows_", "mark", mark, dst=dst, src=src, saved=saved)
+        check_update("update_rows_", dst, offsets, src, weight, saved, "mark", mark, lane_dimensions=0)
         if not weight or mark.size != 1 or saved.shape[0] != 2 or saved.shape[1] < src.shape[1]:
             raise KernelError(
                 f"update_rows_: rows of {src.shape[1]} words, the weight {weight}, a mark of {mark.size} and "
@@ -319,13 +313,7 @@ class Kernels(ABC):
         Raises:
             KernelError: An argument breaks these rules; nothing was written.
         """
-        check_places("update_lanes_", "dst", dst, offsets, "src", src)
-        check_output("update_lanes_", "dst", dst, src=src)
-        check_weight("update_lanes_", weight)
-        check_array("update_lanes_", "saved", saved, 3, (WORD,))
-        check_output("update_lanes_", "saved", saved, dst=dst, src=src)
-        check_array("update_lanes_", "marks", marks, 2, (INDEX,))
-        check_output("update_lanes_", "marks", marks, dst=dst, src=src, saved=saved)
+        check_update("update_lanes_", dst, offsets, src, weight, saved, "marks", marks, lane_dimensions=1)
         lanes, count = len(edges) - 1, offsets.size
         if not weight or lanes < 1 or sorted(edges) != list(edges) or (edges[0], edges[-1]) != (0, count):
             raise KernelError(
@@ -498,6 +486,32 @@ def check_weight(operation: str, weight: int) -> None:
         raise KernelError(
             f"{operation}: weight {weight!r} is not an element of GF(2^8); the elements are the ints 0..255"
         )
+
+
+def check_update(
+    operation: str,
+    dst: Words,
+    offsets: Ids,
+    src: Words,
+    weight: int,
+    saved: Words,
+    label: str,
+    marks: Ids,
+    *,
+    lane_dimensions: int,
+) -> None:
+    """Raises KernelError unless rows of `dst` can change: see `Kernels.update_rows_` and `update_lanes_`.
+
+    The weight may be 0 here, and the sizes of `saved` and `marks` are left to the caller. `label` is the name
+    of `marks`. `saved` and `marks` have `lane_dimensions` in front of the others.
+    """
+    check_places(operation, "dst", dst, offsets, "src", src)
+    check_output(operation, "dst", dst, src=src)
+    check_weight(operation, weight)
+    check_array(operation, "saved", saved, 2 + lane_dimensions, (WORD,))
+    check_output(operation, "saved", saved, dst=dst, src=src)
+    check_array(operation, label, marks, 1 + lane_dimensions, (INDEX,))
+    check_output(operation, label, marks, dst=dst, src=src, saved=saved)
 
 
 def check_ids(operation: str, ids: Ids, rows: int, owner: str) -> None:

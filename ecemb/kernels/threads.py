@@ -1,6 +1,7 @@
 """Threads: teams for the work of one call, calls in another thread, and calls that complete despite signals.
 
-Also whether this host has processors for them: `share_of_processors` and `IdleProcessors`.
+Also whether this host has processors for them (`share_of_processors` and `IdleProcessors`), and where
+(`numa_nodes`).
 
 `Team` shares the work of one call. A call returns only when all threads are done, also after an interrupt. So
 the caller may then store that all is written: no thread writes later.
@@ -13,12 +14,15 @@ completes a call that other ranks wait for, whatever exceptions signal handlers 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import signal
 import time
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from fractions import Fraction
 from pathlib import Path
 from typing import Final
 
@@ -168,16 +172,41 @@ def _stop(others: list[Future[None]]) -> None:
 
 
 MOST_THREADS: Final = 8
-"""The most threads that `share_of_processors` gives: some processors stay for what loads and copies data."""
+"""The most threads that `share_of_processors` gives: some processors stay for what loads and copies data.
+Parity journals have as many lanes (`ecemb.memory.journal.ParityJournal`)."""
 
 
-def share_of_processors(processes: int) -> int:
-    """The number of threads for each of some processes that share the processors of this one, 1 to 8.
+def share_of_processors(own: Collection[int], of_host: Sequence[Collection[int]]) -> int:
+    """The number of threads for one of the processes that share the processors of a host, 1 to 8.
 
     Args:
-        processes: number of such processes on this host, 1 or more.
+        own: numbers of the processors that this process may run on.
+        of_host: the same for each of the processes on the host, this one among them. A launcher may have
+            bound them to NUMA nodes, or each to processors of its own.
     """
-    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // processes))
+    users = Counter(itertools.chain.from_iterable(of_host))
+    share = sum(Fraction(1, max(1, users[processor])) for processor in own)
+    return max(1, min(MOST_THREADS, int(share)))
+
+
+def numa_nodes(processors: Collection[int], root: Path = Path("/sys/devices/system/node")) -> list[int]:
+    """The NUMA nodes that some processors belong to, ascending; empty where the kernel does not say.
+
+    Args:
+        processors: their numbers.
+        root: the kernel's folder of nodes (tests have their own).
+    """
+    found: list[int] = []
+    for folder in root.glob("node[0-9]*"):
+        try:
+            parts = (folder / "cpulist").read_text().strip().split(",")
+        except OSError:
+            continue
+        for first, _, last in (part.partition("-") for part in parts if part):
+            if any(int(first) <= processor <= int(last or first) for processor in processors):
+                found.append(int(folder.name[len("node") :]))
+                break
+    return sorted(found)
 
 
 LOOK_S: Final = 0.003

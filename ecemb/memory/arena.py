@@ -322,9 +322,9 @@ class Arena:
     def reserve(self, name: str, size_bytes: int, *, spare_bytes: int = _GROWTH_BYTES) -> int:
         """Backs at least the first `size_bytes` of the region by memory.
 
-        The region grows by at least a quarter or `spare_bytes`, if there is space, so that only few of many
-        calls with slowly rising sizes have to allocate; with `spare_bytes` 0 it grows to `size_bytes` and no
-        further. It keeps its content.
+        The region grows by at least a quarter or `spare_bytes`, if there is space beside the host's reserve
+        (`capacity.reserve_of`), so that only few of many calls with slowly rising sizes have to allocate.
+        With `spare_bytes` 0 it grows to `size_bytes` and no further. It keeps its content.
 
         Returns:
             The reserved bytes after the call.
@@ -352,7 +352,8 @@ class Arena:
         backed = headers.page_aligned(before)
         for wanted in (generous, size_bytes):
             try:
-                _allocate(self.path, self._fd, [(offset + backed, headers.page_aligned(wanted) - backed)])
+                pieces = [(offset + backed, headers.page_aligned(wanted) - backed)]
+                _allocate(self.path, self._fd, pieces, leaves_reserve=wanted > size_bytes)
             except NotEnoughSpace:
                 if wanted == size_bytes:
                     raise
@@ -467,9 +468,11 @@ def _gone(path: Path) -> ArenaError:
     )
 
 
-def _allocate(path: Path, fd: int, pieces: Sequence[tuple[int, int]]) -> None:
+def _allocate(
+    path: Path, fd: int, pieces: Sequence[tuple[int, int]], *, leaves_reserve: bool = False
+) -> None:
     with private_files.opened(private_files.locate(path).arena_dir, create=True) as turn:
-        capacity.allocate(fd, pieces, path, turn)
+        capacity.allocate(fd, pieces, path, turn, leaves_reserve=leaves_reserve)
 
 
 def _after_fork_in_child() -> None:

@@ -1,10 +1,12 @@
 """The space that is left for files in a folder, and its allocation: mount, machine, cgroups.
 
 Invariant: memory is checked before it is allocated, and allocated before it is used, so that too little space
-is an error with numbers, and never a later SIGBUS or OOM kill. Processes of a user take turns to be promised
-memory, by a lock of the folder, and then allocate it at the same time, slice by slice. A file for each
-allocation (`Claim`) records the bytes that it was promised and has not allocated yet, so that no other
-process is promised the same bytes. Must not know the purpose of the memory.
+is an error with numbers, and never a later SIGBUS or OOM kill. Memory that a job can do without leaves a
+reserve to the host's other processes, such as loaders of data, whose use grows unseen (`reserve_of`).
+Processes of a user take turns to be promised memory, by a lock of the folder, and then allocate it at the
+same time, slice by slice. A file for each allocation (`Claim`) records the bytes that it was promised and has
+not allocated yet, so that no other process is promised the same bytes. Must not know the purpose of the
+memory.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ SLICE_BYTES = 256 << 20
 """The most bytes that a process allocates at once, with signals blocked: this takes a fraction of a second,
 even on a machine that clears pages slowly."""
 
+RESERVE_SHARE, MOST_RESERVE_BYTES = 1 / 32, 32 << 30
+"""The part of a memory, of the machine or of a cgroup, that windows and spare memory leave free, and the most
+that it may be."""
+
 _POLL_S = 0.02
 _WAIT_S = 120.0  # for a turn, plus the time in which a slow machine allocates the bytes
 _SLOWEST_BYTES_S = 16 << 20
@@ -49,14 +55,35 @@ class Limit:
         where: description of the limit, for messages.
         free_bytes: the space that the limit leaves.
         remedy: the way out when `free_bytes` is too little.
+        reserve_bytes: the part of it that stays free where memory could be done without.
     """
 
     where: str
     free_bytes: int
     remedy: str
+    reserve_bytes: int = 0
+
+    @property
+    def spare_bytes(self) -> int:
+        """The space beside the reserve."""
+        return max(0, self.free_bytes - self.reserve_bytes)
 
 
-def check(needed_bytes: int, fd: int, path: Path, promised_bytes: int = 0) -> None:
+def reserve_of(memory_bytes: float) -> int:
+    """Bytes of a memory that stay free for the host's other processes.
+
+    Windows of more than one step, and growth beyond what is needed, leave them. What a job can't do without
+    may take them: its tables and parity, the journals of one step, and memory that a recovery brings back.
+
+    Args:
+        memory_bytes: of the machine, or the limit of a cgroup.
+    """
+    return int(min(RESERVE_SHARE * memory_bytes, MOST_RESERVE_BYTES))
+
+
+def check(
+    needed_bytes: int, fd: int, path: Path, promised_bytes: int = 0, *, leaves_reserve: bool = False
+) -> None:
     """Raises unless `needed_bytes` more can be stored in the file system of `fd`.
 
     Args:
@@ -64,15 +91,19 @@ def check(needed_bytes: int, fd: int, path: Path, promised_bytes: int = 0) -> No
         fd: a file or folder in that file system.
         path: for messages.
         promised_bytes: free bytes that other processes were promised and have not allocated yet.
+        leaves_reserve: whether the reserve of each limit has to stay free.
 
     Raises:
         NotEnoughSpace: a limit leaves less; the message has the limit, the bytes and the way out.
     """
     for limit in limits(fd, path):
-        if limit.free_bytes - promised_bytes < needed_bytes:
+        kept_bytes = limit.reserve_bytes if leaves_reserve else 0
+        if limit.free_bytes - promised_bytes - kept_bytes < needed_bytes:
             promised = (
                 f", of which other processes are about to take {promised_bytes}" if promised_bytes else ""
             )
+            if reserve_bytes := min(limit.reserve_bytes, limit.free_bytes):
+                promised += f", of which {reserve_bytes / 2**20:.1f} MiB are a reserve for the host"
             raise NotEnoughSpace(
                 f"{path} needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) more, and "
                 f"{limit.where} leaves {limit.free_bytes} ({limit.free_bytes / 2**20:.1f} MiB){promised}. "
@@ -81,7 +112,9 @@ def check(needed_bytes: int, fd: int, path: Path, promised_bytes: int = 0) -> No
             )
 
 
-def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) -> None:
+def allocate(
+    fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int, *, leaves_reserve: bool = False
+) -> None:
     """Backs pieces of a file by memory, after checking that there is enough for all of them.
 
     More than a slice is only promised in this process's turn: other processes allocate at the same time.
@@ -91,6 +124,7 @@ def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) 
         pieces: (offset, length), both in bytes; backed pieces keep their content.
         path: path of the file, for messages.
         turn: descriptor of a folder, the same for all processes that allocate from the same space.
+        leaves_reserve: as for `check`.
 
     Raises:
         NotEnoughSpace: a piece doesn't fit; earlier pieces may be backed.
@@ -99,7 +133,7 @@ def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) 
     left_bytes = whole_bytes = sum(length for _, length in pieces)
     claim, slices = Claim(turn, path), list(_slices(pieces))
     try:
-        claim.take_turn(whole_bytes, fd)
+        claim.take_turn(whole_bytes, fd, leaves_reserve=leaves_reserve)
         try:
             if len(slices) > 1:
                 claim.store(left_bytes, is_taking=True)
@@ -109,7 +143,7 @@ def allocate(fd: int, pieces: Sequence[tuple[int, int]], path: Path, turn: int) 
             fcntl.flock(turn, fcntl.LOCK_UN)
         for number, (taken_bytes, slice_) in enumerate(slices):
             if number:
-                check(taken_bytes, fd, path)
+                check(taken_bytes, fd, path, leaves_reserve=leaves_reserve)
             _back_slice(fd, slice_, path, whole_bytes)
             left_bytes -= taken_bytes
             claim.store(left_bytes, is_taking=True)  # after it: these bytes are free, or taken, or promised
@@ -196,7 +230,7 @@ class Claim:
         self._fd: int | None = None
         _claims.add(self)
 
-    def take_turn(self, needed_bytes: int, fd: int) -> None:
+    def take_turn(self, needed_bytes: int, fd: int, *, leaves_reserve: bool = False) -> None:
         """Waits until bytes can be promised, and for the turn, the lock of the folder.
 
         `fcntl.flock(turn, LOCK_UN)` ends the turn.
@@ -204,6 +238,7 @@ class Claim:
         Args:
             needed_bytes: bytes that this allocation needs.
             fd: a descriptor in the file system.
+            leaves_reserve: as for `check`.
 
         Raises:
             NotEnoughSpace: the bytes don't fit.
@@ -215,7 +250,7 @@ class Claim:
                 fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 fits = False
                 try:
-                    if fits := self.fits(needed_bytes, fd):
+                    if fits := self.fits(needed_bytes, fd, leaves_reserve=leaves_reserve):
                         return
                 finally:
                     if not fits:
@@ -265,7 +300,7 @@ class Claim:
             os.close(self._fd)
             self._fd = None
 
-    def fits(self, needed_bytes: int, fd: int) -> bool:
+    def fits(self, needed_bytes: int, fd: int, *, leaves_reserve: bool = False) -> bool:
         """Whether bytes can be promised beside those of all other processes; False: not known now, ask again.
 
         A slice that another process is taking may count twice, as taken and as promised.
@@ -273,6 +308,7 @@ class Claim:
         Args:
             needed_bytes: to be promised to this allocation.
             fd: a descriptor in the file system.
+            leaves_reserve: as for `check`.
 
         Raises:
             NotEnoughSpace: they don't fit, whatever of these slices is taken already.
@@ -282,7 +318,7 @@ class Claim:
         twice_bytes = sum(min(left, SLICE_BYTES) for left, is_taking in others if is_taking)
         for counted_bytes in sorted({promised_bytes - twice_bytes, promised_bytes}):
             try:
-                check(needed_bytes, fd, self._path, counted_bytes)
+                check(needed_bytes, fd, self._path, counted_bytes, leaves_reserve=leaves_reserve)
             except NotEnoughSpace:
                 if twice_bytes and (counted_bytes == promised_bytes or self.others() != others):
                     return False
@@ -385,6 +421,7 @@ def machine_limit(root: Path = Path("/")) -> Limit | None:
         "the memory of this machine",
         free_bytes,
         "End other processes that use it, or spread over more hosts.",
+        reserve_of(values.get("MemTotal", 0)),
     )
 
 
@@ -420,6 +457,7 @@ def _cgroup_limit(folder: Path, limit_name: str, usage_name: str, prefix: str) -
         f"the memory limit in {folder / limit_name} ({limit_text} bytes, {used} in use)",
         max(int(limit_text) - used, 0),
         "Raise the limit of the container or job, or spread over more hosts.",
+        reserve_of(int(limit_text)),
     )
 
 

@@ -32,6 +32,7 @@ from ..coding.parity import Delta, Received, Scratch, blank, sections, size_word
 from ..coding.rows import WORD_BYTES, RowSpace
 from ..errors import EcembError, InconsistentArenas, NotEnoughSpace, StepFailed
 from ..kernels.contract import Ids, Kernels, RowSet, Words
+from ..kernels.threads import MOST_THREADS
 from .arena import Arena, populate
 from .header import NONE, Word
 
@@ -576,9 +577,9 @@ _LANE_WORDS = 16
 """Words of a lane's line in the head of the parity journal: no other thread stores in its cache lines."""
 _WHOLE, _LANES = range(2)  # words of the head's first line
 _MARK, _FIRST, _STOP = range(3)  # words of a lane's line
-MOST_LANES = 8
-PARITY_HEAD_BYTES = (1 + MOST_LANES) * _LANE_WORDS * WORD_BYTES
-"""Bytes in front of the places for old words."""
+PARITY_HEAD_BYTES = (1 + MOST_THREADS) * _LANE_WORDS * WORD_BYTES
+"""Bytes in front of the places for old words: a line for each lane, which one thread has. So another number
+of threads is another format of arenas."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -645,7 +646,7 @@ class ParityJournal:
         """
         size = 2 * _widest(received) * WORD_BYTES
         most = (len(self._arena.region("parity_journal")) - PARITY_HEAD_BYTES) // max(1, size)
-        lanes = max(1, min(lanes, MOST_LANES, most))
+        lanes = max(1, min(lanes, MOST_THREADS, most))
         self._arena.reserve("parity_journal", PARITY_HEAD_BYTES + lanes * size, spare_bytes=0)
 
     def places(self, received: Received) -> Words:
@@ -653,7 +654,7 @@ class ParityJournal:
         words = _widest(received)
         size = 2 * words * WORD_BYTES
         backed = self._arena.reserved("parity_journal") - PARITY_HEAD_BYTES
-        lanes = min(MOST_LANES, backed // size) if words else 1
+        lanes = min(MOST_THREADS, backed // size) if words else 1
         region = self._arena.region("parity_journal")[PARITY_HEAD_BYTES : PARITY_HEAD_BYTES + lanes * size]
         return region.view(np.uint64).reshape(lanes, 2, words)
 
@@ -719,7 +720,7 @@ class ParityJournal:
                 `finished` returns.
         """
         done, head = self.finished(received), self._head()
-        lines = head[1 : 1 + min(MOST_LANES, max(0, int(head[0, _LANES])))].tolist()
+        lines = head[1 : 1 + min(MOST_THREADS, max(0, int(head[0, _LANES])))].tolist()
         if not any(line[_MARK] >= line[_FIRST] >= done for line in lines):
             return []
         edges = [done, *(line[_STOP] for line in lines)]
@@ -744,7 +745,7 @@ class ParityJournal:
         ]
 
     def _void_lanes(self) -> None:
-        for line in range(1, 1 + MOST_LANES):
+        for line in range(1, 1 + MOST_THREADS):
             self._store(line, _MARK, NONE)
 
     def _store(self, line: int, word: int, value: int) -> None:

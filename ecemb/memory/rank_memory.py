@@ -236,6 +236,11 @@ class RankMemory:
         """
         return self._budgets[overlap].has_all()
 
+    @property
+    def reserve_bytes(self) -> int:
+        """Bytes of the host's memory that windows leave to other processes."""
+        return least_space(self.arena)[1]
+
     def mark_window_room(self, steps: int) -> None:
         """Stores the most steps of a window, after a longer one ran out of memory (docs/protocol.md, 2)."""
         self.arena.set(Word.WINDOW_ROOM, steps)
@@ -662,7 +667,7 @@ class WindowBudget:
         return needed <= 0 or needed <= self._free() / self._sharing
 
     def _free(self) -> int:
-        """Bytes that are free for all ranks that share this rank's memory."""
+        """Bytes that all ranks that share this rank's memory can take, beside the host's reserve."""
         if time.monotonic() - self._asked_s >= _FRESH_S:
             self._asked_s, self._free_bytes = time.monotonic(), free_bytes(self._arena)
         return self._free_bytes
@@ -703,7 +708,18 @@ def journal_bytes(used: Sequence[int], steps: int) -> float:
 
 
 def free_bytes(arena: Arena) -> int:
-    """Bytes that can still be stored in an arena's file system: by the tightest limit, less all promises."""
+    """Bytes that windows can take in an arena's file system: see `least_space`."""
+    return least_space(arena)[0]
+
+
+def least_space(arena: Arena) -> tuple[int, int]:
+    """Bytes that windows can take in an arena's file system, and the host's reserve (`capacity.reserve_of`).
+
+    By the limit that leaves least beside its reserve, less all promises. The reserve is the largest one, and
+    not among the bytes.
+    """
     with private_files.opened(private_files.locate(arena.path).arena_dir, create=True) as folder:
-        free = min((limit.free_bytes for limit in capacity.limits(folder, arena.path)), default=1 << 62)
-        return max(0, free - capacity.promised_elsewhere(folder))
+        limits = capacity.limits(folder, arena.path)
+        free = min((limit.spare_bytes for limit in limits), default=1 << 62)
+        reserve = max((limit.reserve_bytes for limit in limits), default=0)
+        return max(0, free - capacity.promised_elsewhere(folder)), reserve

@@ -43,7 +43,8 @@ class Network:
         if training_devices():
             backend = _ON_DEVICE
             if backend not in dist.Backend.backend_list:
-                dist.Backend.register_backend(backend, _on_training_devices, devices=["cpu"])
+                # As gloo itself: torch asks a new group for the backend of the training's `device_id`.
+                dist.Backend.register_backend(backend, _on_training_devices, devices=["cpu", "cuda"])
         group = cast("dist.ProcessGroup", dist.new_group(backend=backend, timeout=patience))
         return Transport(group, patience_s)
 

@@ -17,9 +17,9 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -251,6 +251,7 @@ def make_group(
     found: Sequence[Found],
     timeout_s: float,
     patience_s: float,
+    options: Mapping[str, Any],
 ) -> tuple[Arena | None, tuple[Arena, ...]]:
     """Claims this worker's arenas, and makes torch.distributed's default group. All ranks.
 
@@ -262,6 +263,7 @@ def make_group(
         found: the arenas of this host, as they were reported.
         timeout_s: how long to wait for a process that still holds the arena.
         patience_s: deadline of the group's collectives.
+        options: further options of torch's `init_process_group`; those that are None are left out.
 
     Returns:
         This rank's arena, or None for a replacement rank; and the arenas that this worker holds for another
@@ -276,7 +278,14 @@ def make_group(
         held = tuple(claim(found, name, own.rank, timeout_s) for name in own.held)
         os.environ["RANK"] = str(own.rank)
         patience = datetime.timedelta(seconds=patience_s)
-        dist.init_process_group(backend, store=store, rank=own.rank, world_size=world_size, timeout=patience)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=own.rank,
+            world_size=world_size,
+            timeout=patience,
+            **{name: value for name, value in options.items() if value is not None},
+        )
         hook.prepare()
     except BaseException as error:
         if hook.watch is not None:

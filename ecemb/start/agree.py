@@ -84,6 +84,7 @@ class World:
         sources: the stored values that this rank's tables are read from if `stored` is given.
         taking: tables that a fresh start takes from another training; None if it takes none.
         lost: why memory can't be recovered, if the plan begins with a checkpoint for that reason.
+        processors: of every rank, the numbers of those that it may run on.
         slot_bytes: room of the slots in the arenas that survived; 0 if none survived.
         generation: generation that the arenas of this start join.
         old: the arenas of another number of ranks that the job continues from; None if there are none.
@@ -100,6 +101,7 @@ class World:
     sources: Sources
     taking: Taking | None
     lost: str | None
+    processors: tuple[tuple[int, ...], ...]
     slot_bytes: int
     generation: int
     old: OldArenas | None
@@ -130,6 +132,7 @@ class _Proposal:
         places: for each of the rank's tables its first row in the whole table, and the whole table's rows.
         by_hand: names of the tables that `shards=` places.
         sees: whether the rank sees the folder of its host's name; see `HostFolder`.
+        processors: a bit for each processor that the rank may run on, in hexadecimal.
     """
 
     layout: dict[str, Any]
@@ -139,6 +142,7 @@ class _Proposal:
     places: list[tuple[int, int | None]]
     by_hand: list[str]
     sees: bool | None
+    processors: str
 
     def layouts(self, room_bytes: int) -> tuple[TableLayout, ...]:
         """Layouts of the rank's tables, and of a record of `room_bytes` for its rank state."""
@@ -235,6 +239,7 @@ def negotiate(
         sources=sources,
         taking=taking,
         lost=lost,
+        processors=tuple(_processors(one.processors) for one in proposals),
         slot_bytes=0 if history is None else history.slot_bytes,
         generation=generation,
         old=old,
@@ -270,8 +275,15 @@ def _exchange_proposals(
     }
     places = [(shard.start, shard.rows) for shard in shards]
     lineage, by_hand = secrets.token_hex(8), list(request.shards)
-    own = json.dumps([layout, arguments, lineage, training.tables.alike(), places, by_hand, sees])
+    mask = f"{sum(1 << processor for processor in os.sched_getaffinity(0)):x}"
+    own = json.dumps([layout, arguments, lineage, training.tables.alike(), places, by_hand, sees, mask])
     return [_Proposal(*json.loads(text)) for text in transport.gather(own.encode(), "comparing layouts")]
+
+
+def _processors(mask: str) -> tuple[int, ...]:
+    """The numbers of the processors in a `_Proposal.processors`, ascending."""
+    bits = int(mask, 16)
+    return tuple(number for number in range(bits.bit_length()) if bits >> number & 1)
 
 
 def _check_proposals(proposals: Sequence[_Proposal]) -> None:

@@ -24,7 +24,6 @@ import dataclasses
 import datetime
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import cast
@@ -47,7 +46,7 @@ from ..errors import (
     UsageError,
 )
 from ..kernels import contract
-from ..kernels.threads import share_of_processors
+from ..kernels.threads import numa_nodes, share_of_processors
 from ..memory.arena import Arena
 from ..memory.rank_memory import RankMemory
 from ..net import processes, replacement
@@ -133,8 +132,8 @@ def _open(start: Start, before_s: Mapping[str, float]) -> Opened:
     if forgotten is not None:
         start.transport.together("looking for state that no recovery restores", forgotten.name)
     with start.watch.phase("kernels"):
-        here = Counter(start.session.hosts)[start.session.hosts[start.session.rank]]
-        threads = max(torch.get_num_threads(), share_of_processors(here))
+        own, here = start.world.processors[start.session.rank], _processors_here(start)
+        threads = max(torch.get_num_threads(), share_of_processors(own, here))
         kernels = contract.get_kernels("cpu", threads)
     background, old = Background(), start.world.old
     if old is not None:
@@ -151,6 +150,22 @@ def _open(start: Start, before_s: Mapping[str, float]) -> Opened:
     report = dataclasses.replace(report, before_s=before_s)
     _report(start, memory, report)
     return Opened(start, memory, saver, report, background, forgotten)
+
+
+def _processors_here(start: Start) -> list[tuple[int, ...]]:
+    """The processors of each rank of this host. The first of the ranks reports those that span NUMA nodes."""
+    session = start.session
+    ranks = [rank for rank, host in enumerate(session.hosts) if host == session.hosts[session.rank]]
+    here = [start.world.processors[rank] for rank in ranks]
+    if session.rank == ranks[0] and len(ranks) > 1:
+        spread = [rank for rank, own in zip(ranks, here, strict=True) if len(numa_nodes(own)) > 1]
+        if spread:
+            logger.info(
+                "the processors of %s are on several NUMA nodes, and their memory may be far from their "
+                "threads: torchrun --numa-binding=node, by numactl, binds each rank to the node of its GPU",
+                listed(spread),
+            )
+    return here
 
 
 def _moved(start: Start, old: OldArenas, kernels: contract.Kernels) -> tuple[RankMemory, RecoveryReport]:

@@ -24,6 +24,7 @@ from ..errors import ConfigurationError, UsageError
 from ..memory.header import Word
 from ..memory.rank_memory import RankMemory
 from ..net.collectives import Transport
+from ..net.wording import byte_size
 from .interval import best, published_mtbf
 
 logger: logging.Logger = logging.getLogger("ecemb")
@@ -153,10 +154,12 @@ class Window:
             self._has_logged_room = True
             logger.warning(
                 "window: there is room for the rows of %d steps, and %d are asked for: windows are shorter "
-                "until there is more memory for %s. This is said once",
+                "until there is more memory for %s, beside %s that stay free for other processes. This is "
+                "said once",
                 fits,
                 most,
                 self._memory.arena.path.parent,
+                byte_size(self._memory.reserve_bytes),
             )
         return fits
 

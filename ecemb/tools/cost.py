@@ -37,13 +37,18 @@ from .window_cost import WindowCost, cost_of
 MONTH_H = 730.5
 """A twelfth of 365.25 days."""
 FIRST_READ_BYTES_PER_S = 1.2e9
-"""First reads of an arena's pages by a new process, with one thread (measured: tmpfs, pages of 4 KiB,
+"""First reads of an arena's mapped pages by a new process, with one thread (measured: tmpfs, pages of 4 KiB,
 processor time; 0.7 GB/s on a busy machine)."""
 COPY_BYTES_PER_S = 8.1e9
 """A plain copy by one thread to a buffer of 16 MiB (measured in the same run)."""
-_FROM_ARENA_S = 1 / FIRST_READ_BYTES_PER_S + 1 / COPY_BYTES_PER_S
-ALLOCATE_BYTES_PER_S = 4e9
-"""`posix_fallocate` of an arena on tmpfs (measured: processor time). Ranks of a host take turns."""
+PUT_BYTES_PER_S = 4.6e9
+"""A rank's tables put back from an arena that its process has just attached: one thread reads the file
+(docs/results/host.md; 6.9 by two threads, and never measured on a host whose ranks all do it)."""
+ALLOCATE_BYTES_PER_S = 4.3e9
+"""`posix_fallocate` of one rank's new arena on tmpfs (docs/results/host.md)."""
+ALLOCATE_TOGETHER = 1.87
+"""Two ranks of a host that allocate at the same time, over one (docs/results/host.md). More than two were not
+measured, and count as two."""
 REBUILD_BYTES_PER_S = 0.66e9
 """Lost memory that a replacement rank gets back, by its one thread (docs/results/recovery.md: 0.5 to 0.66
 GB/s on two processors that four ranks keep busy; it was never measured where each rank has its own)."""
@@ -164,20 +169,21 @@ def time_lost(job: Job, code: Code, window: WindowCost) -> float:
 def after_process(job: Job, window: WindowCost) -> dict[str, float]:
     """Part -> seconds, from a process's death until all ranks train again.
 
-    A restart; the undo of the open window, from journals that the new processes read for the first time; and
-    tables go back to GPUs whole, each rank's by one thread that reads its image for the first time. The steps
-    that run again are not in it.
+    A restart; the undo of the open window, from journals whose pages the new processes map and read for the
+    first time; and tables go back to GPUs whole, all ranks' at once, each at the speed of one thread. The
+    steps that run again are not in it.
     """
-    parts = {"restart": job.restart_s, "undo": window.changed_bytes * _FROM_ARENA_S}
+    undo_s = window.changed_bytes * (1 / FIRST_READ_BYTES_PER_S + 1 / COPY_BYTES_PER_S)
+    parts = {"restart": job.restart_s, "undo": undo_s}
     if job.device == "cuda":
-        parts["tables to the GPUs"] = job.rank_rows * job.record_bytes * _FROM_ARENA_S
+        parts["tables to the GPUs"] = job.rank_rows * job.record_bytes / PUT_BYTES_PER_S
     return parts
 
 
 def after_host(job: Job, code: Code) -> dict[str, float]:
     """Part -> seconds, until a lost host's memory is rebuilt on another host and all ranks train.
 
-    The replacement of the host, a restart, the allocation of its arenas, whose ranks take turns, and the
+    The replacement of the host, a restart, the allocation of its arenas by all ranks at once, and the
     transfer of its tables and parity, each byte once (see `ecemb.recovery.relay`), at `rebuild_over_network`
     of the network's speed or as fast as each rank's thread is. Tables go back to GPUs meanwhile, as in
     `after_process`.
@@ -187,11 +193,12 @@ def after_host(job: Job, code: Code) -> dict[str, float]:
     network_bytes_per_s = job.network_bytes_per_s * job.rebuild_over_network / job.ranks_per_host
     rebuild_s = lost_bytes / min(network_bytes_per_s, REBUILD_BYTES_PER_S)
     if job.device == "cuda":
-        rebuild_s = max(rebuild_s, rank_bytes * _FROM_ARENA_S)
+        rebuild_s = max(rebuild_s, rank_bytes / PUT_BYTES_PER_S)
+    allocate_bytes_per_s = ALLOCATE_BYTES_PER_S * (ALLOCATE_TOGETHER if job.ranks_per_host > 1 else 1)
     return {
         "another host": job.replace_s,
         "restart": job.restart_s,
-        "allocation": lost_bytes * job.ranks_per_host / ALLOCATE_BYTES_PER_S,
+        "allocation": lost_bytes * job.ranks_per_host / allocate_bytes_per_s,
         "rebuild": rebuild_s,
     }
 

@@ -247,7 +247,6 @@ def page(job: Job, estimate: Estimate) -> str:
     waits = [(name, wait / window.window_s) for name, wait in window.waits_s.items()]
     waits = sorted((one for one in waits if one[1] >= _LITTLE), key=lambda one: -one[1])
     said = ", ".join(f"{name} {_percent(part)}" for name, part in waits) or "nothing of note"
-    host_bytes = job.ranks_per_host * sum(window.memory_bytes.values())
     code = Code(estimate.n, estimate.k)
     change = f"{byte_size(window.changed_bytes)} of a rank's {byte_size(job.table_bytes / job.ranks)} change"
     again = f"{counted(round(window.replayed_steps), 'step')}, which take {_seconds(_again_s(job, window))}"
@@ -257,7 +256,8 @@ def page(job: Job, estimate: Estimate) -> str:
         f"a failure takes back {window.replayed_steps / window.steps:.2g} windows: {again}",
         f"to the next step after the death of a process: {_times(after_process(job, window))}",
         f"after the death of a host: {_times(after_host(job, code))}",
-        f"host memory of a rank: {_sizes(window.memory_bytes)}; of a host {byte_size(host_bytes)}",
+        f"host memory of a rank: {_sizes(window.memory_bytes)}",
+        f"host memory of a host: {byte_size(window.host_bytes)}; {byte_size(window.reserve_bytes)} stay free",
     ]
     if window.device_bytes:
         lines.append(f"device memory of a rank: {_sizes(window.device_bytes)}")
@@ -286,11 +286,10 @@ def _settings(job: Job, code: Code) -> str:
             cost = cost_of(other, code)
             lost = time_lost(other, code, cost)
             named = f"window={steps!r}, overlap={overlap}".replace("'", '"')
-            host_bytes = job.ranks_per_host * sum(cost.memory_bytes.values())
             cells = (
                 *(named, _seconds(cost.window_s), _percent(cost.overhead), _seconds(_again_s(job, cost))),
                 *(
-                    byte_size(host_bytes),
+                    byte_size(cost.host_bytes),
                     _percent(lost),
                     max(cost.waits_s, key=lambda name: cost.waits_s[name]),
                 ),

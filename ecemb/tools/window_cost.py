@@ -8,9 +8,10 @@ Owns: the rates of today's code, each with its source, so that faster code chang
   ranks agree.
   Between hosts, a status is on its way for some half round trips (`on_the_way_s`).
 - *Beside training*, with `overlap`, else in the training thread as well: staged rows are stored in the
-  images, deltas laid out and sent, parity changed, by one thread of each rank. A team of threads helps it
-  with deltas alone. While less than half of the host's processors run, it does not rest. Else it rests after
-  each part, so that it takes `SHARE` of a processor, until the next window ends. Then training waits for it.
+  images, deltas laid out and sent, parity changed, by one thread of each rank. A team of threads helps it,
+  which is counted for deltas alone (`threads_of`). While less than half of the host's processors run, it
+  does not rest. Else it rests after each part, so that it takes `SHARE` of a processor, until the next window
+  ends. Then training waits for it.
 - *Replays.* A failure takes back half a window on average, and with `overlap` as well the window before,
   until that one is prepared on all ranks.
 
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 
 from ..coding.code import Code
 from ..kernels.threads import MOST_THREADS
+from ..memory.capacity import reserve_of
 from ..step.interval import best
 from .job import Job
 
@@ -93,7 +95,9 @@ class WindowCost:
         work_s: Phase -> processor time of a rank in seconds.
         overhead: Additional part of a step's time.
         replayed_steps: Whole steps that run again after a failure, on average.
-        memory_bytes: Part -> bytes of a rank in host memory.
+        memory_bytes: Part -> bytes of a rank in host memory, its tables in host memory left out.
+        host_bytes: Bytes of all ranks of a host there, tables in host memory among them.
+        reserve_bytes: Bytes of a host's memory that windows leave to other processes.
         device_bytes: Part -> bytes of a rank on its GPU; none of tables in host memory.
         used: Resource -> the part of it that is used; above 1, training waits for it or it does not suffice.
     """
@@ -108,6 +112,8 @@ class WindowCost:
     overhead: float
     replayed_steps: float
     memory_bytes: Mapping[str, float]
+    host_bytes: float
+    reserve_bytes: float
     device_bytes: Mapping[str, float]
     used: Mapping[str, float]
 
@@ -118,7 +124,7 @@ CORES = "processors"
 NETWORK = "network"
 FLOW = "a connection to a peer"
 STAGED = "device memory for staged rows"
-MEMORY = "host memory"
+MEMORY = "host memory beside the reserve"
 DRAM = "host memory's speed"
 BUS = "the bus to the GPU"
 
@@ -244,10 +250,11 @@ def cost_of(job: Job, code: Code, steps: int | None = None) -> WindowCost:
         waits["processors that are busy"] = crowd * max(0.0, thread_s - late)
 
     memory = memory_of(job, code, rows)
-    host_bytes = job.ranks_per_host * sum(memory.values())
+    reserve_bytes = reserve_of(job.host_memory_bytes)
+    host_bytes = host_bytes_of(job, memory)
     used |= {
         CORES: crowd * (1 + thread_s / window_s),
-        MEMORY: host_bytes / job.host_memory_bytes,
+        MEMORY: host_bytes / (job.host_memory_bytes - reserve_bytes),
         DRAM: DRAM_BYTES_PER_BYTE * changed * job.ranks_per_host / window_s / DRAM_BYTES_PER_S,
     }
     if job.hosts > 1:
@@ -271,6 +278,8 @@ def cost_of(job: Job, code: Code, steps: int | None = None) -> WindowCost:
         overhead=sum(waits.values()) / window_s,
         replayed_steps=(steps - 1) / 2 + steps * undecided_s / window_s,
         memory_bytes=memory,
+        host_bytes=host_bytes,
+        reserve_bytes=reserve_bytes,
         device_bytes=device,
         used=dict(sorted(used.items(), key=lambda item: -item[1])),
     )
@@ -279,8 +288,9 @@ def cost_of(job: Job, code: Code, steps: int | None = None) -> WindowCost:
 def threads_of(job: Job) -> int:
     """Threads of a rank's kernels, as `share_of_processors` has them.
 
-    They share the work of `delta`; to scatter records, to look rows up and to change parity takes one thread
-    (`ecemb.kernels.cpu`).
+    They share the work of `delta`. In the code they share the scatter of records and changes of parity as
+    well (`ecemb.kernels.cpu`), but two threads were no faster than one where that was measured
+    (docs/results/host.md), so these count as the work of one.
     """
     return max(1, min(MOST_THREADS, job.cores // job.ranks_per_host))
 
@@ -336,6 +346,12 @@ def memory_of(job: Job, code: Code, rows: float) -> dict[str, float]:
     return {name: size for name, size in parts.items() if size}
 
 
+def host_bytes_of(job: Job, memory: Mapping[str, float]) -> float:
+    """Bytes of all ranks of a host in its memory: tables in host memory, and the parts of `memory_of`."""
+    tables = job.rank_rows * job.record_bytes if job.device == "cpu" else 0.0
+    return job.ranks_per_host * (tables + sum(memory.values()))
+
+
 def auto_steps(job: Job, code: Code) -> int:
     """The steps of a window that "auto" chooses; see `ecemb.step.window.Window`.
 
@@ -358,12 +374,13 @@ def auto_steps(job: Job, code: Code) -> int:
 
 
 def roomy_steps(job: Job, code: Code, most: int) -> int:
-    """The most steps of a window, up to `most`, that a host has memory for; 1 if it has none even so."""
+    """The most steps of a window, up to `most`, that a host has memory for beside its reserve.
+
+    1 if there is none even so.
+    """
+    room_bytes = job.host_memory_bytes - reserve_of(job.host_memory_bytes)
 
     def is_too_long(steps: int) -> bool:
-        needed = sum(memory_of(job, code, job.changed_rows(steps)).values())
-        if job.device == "cpu":
-            needed += job.rank_rows * job.record_bytes
-        return needed * job.ranks_per_host > job.host_memory_bytes
+        return host_bytes_of(job, memory_of(job, code, job.changed_rows(steps))) > room_bytes
 
     return max(1, bisect.bisect_left(range(1, most + 1), True, key=is_too_long))

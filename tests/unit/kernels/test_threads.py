@@ -6,12 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from ecemb.kernels import threads
-from ecemb.kernels.threads import LOOK_S, IdleProcessors, share_of_processors, without_signals
+from ecemb.kernels.threads import LOOK_S, IdleProcessors, numa_nodes, share_of_processors, without_signals
 
 SIGNAL = signal.SIGUSR2
 
@@ -90,9 +91,36 @@ def test_an_error_of_the_block_is_raised() -> None:
 @pytest.mark.parametrize(
     ("processors", "processes", "share"), [(2, 4, 1), (2, 1, 2), (96, 8, 8), (40, 8, 5), (7, 2, 3)]
 )
-def test_processes_share_the_processors_of_this_one(processors: int, processes: int, share: int) -> None:
-    with mock.patch.object(os, "sched_getaffinity", return_value=set(range(processors))):
-        assert share_of_processors(processes) == share
+def test_processes_share_the_processors_of_their_host(processors: int, processes: int, share: int) -> None:
+    assert share_of_processors(range(processors), [range(processors)] * processes) == share
+
+
+def test_processes_that_are_bound_share_with_those_that_may_run_there() -> None:
+    nodes = [range(12), range(12, 24)]
+    by_node = [nodes[rank // 4] for rank in range(8)]
+    assert [share_of_processors(own, by_node) for own in by_node] == [3] * 8
+    of_their_own = [range(5 * rank, 5 * rank + 5) for rank in range(8)]
+    assert [share_of_processors(own, of_their_own) for own in of_their_own] == [5] * 8
+    assert share_of_processors(range(24), [range(24), *by_node]) == 24 // 5
+
+
+def test_nodes_of_processors(tmp_path: Path) -> None:
+    """Nodes whose hyperthreads are numbered apart, one without processors, and files that are no nodes."""
+    for name, processors in (
+        ("node0", "0-3,8-11\n"),
+        ("node1", "4-7,12\n"),
+        ("node2", "\n"),
+        ("node10", "20"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpulist").write_text(processors)
+    (tmp_path / "node3").mkdir()
+    (tmp_path / "online").write_text("0-2")
+    assert numa_nodes([0, 11], tmp_path) == [0]
+    assert numa_nodes([12], tmp_path) == [1]
+    assert numa_nodes([20, 3, 4], tmp_path) == [0, 1, 10]
+    assert numa_nodes([13], tmp_path) == numa_nodes([0], tmp_path / "missing") == []
+    assert numa_nodes([0], Path("/sys/devices/system/node")) in ([0], [])
 
 
 def test_a_look_counts_for_a_while() -> None:

@@ -77,6 +77,20 @@ def test_what_it_sees(here: Home, flags: tuple[str, ...]) -> None:
     assert shown[1] == shown[0]
 
 
+def test_it_runs_on_the_processors_that_its_launcher_binds_it_to(here: Home) -> None:
+    """As `numactl --physcpubind`, which is what torchrun --numa-binding puts before the command."""
+    name = here.write("bound.py", "import os; print(sorted(os.sched_getaffinity(0)), os.getppid())")
+    bind = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); os.execv(sys.argv[2], sys.argv[2:])"
+    alike = {"OMP_NUM_THREADS": "1"}  # as by torchrun: one server for all workers, however bound
+    servers = set[str]()
+    for processor in sorted(os.sched_getaffinity(0))[:2]:
+        command = [sys.executable, "-c", bind, str(processor), *here.command(name)]
+        code, out, _ = here.run(command, changed=alike)
+        assert (code, out.split("] ")[0]) == (0, f"[{processor}")
+        servers.add(out.split("] ")[1])
+    assert len(servers) == 1
+
+
 SCRIPTS = {
     "prints": "import sys; print('out'); print('err', file=sys.stderr); sys.stdout.write('no newline')",
     "reads": "import sys; print([line for line in sys.stdin])",

@@ -22,7 +22,7 @@ from ecemb.errors import (
     NotEnoughSpace,
     UsageError,
 )
-from ecemb.memory import private_files
+from ecemb.memory import capacity, private_files
 from ecemb.memory.arena import Arena
 from ecemb.memory.header import (
     CONSTANTS_OFFSET,
@@ -540,8 +540,18 @@ class TestSpace:
         assert arena.reserved("journal") == wanted + 4096
         arena.region("journal")[: wanted + 4096] = 8  # no SIGBUS
 
+    def test_growth_beyond_the_need_leaves_the_reserve(
+        self, directory: Directory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        arena = create(directory)
+        limit = capacity.Limit("the sky", 2 * MIB, "Wait.", MIB)
+        monkeypatch.setattr(capacity, "limits", lambda *_: [limit])
+        before = arena.reserved("journal")
+        wanted = before + MIB + 4096
+        assert arena.reserve("journal", wanted, spare_bytes=2 * MIB) == wanted
+
     def test_the_kernel_has_the_last_word(self, small_mount: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ecemb.memory.capacity.check", lambda *_: None)
+        monkeypatch.setattr("ecemb.memory.capacity.check", lambda *_, **__: None)
         arena = create(Directory(small_mount, "ctr", "a"))
         with pytest.raises(NotEnoughSpace, match="No space left on device"):
             arena.reserve("journal", 5 * MIB)

@@ -127,6 +127,7 @@ class TestCgroups:
         assert left(root) == [500, 600]
         limit = capacity.cgroup_limits(root)[0]
         assert "pod/job/rank/memory.max (700 bytes, 200 in use)" in limit.where
+        assert (limit.reserve_bytes, limit.spare_bytes) == (700 // 32, 500 - 700 // 32)
 
     def test_page_cache_can_be_dropped(self, tmp_path: Path) -> None:
         files = {
@@ -201,6 +202,9 @@ class TestLimits:
         limit = capacity.machine_limit(tmp_path)
         assert limit is not None
         assert limit.free_bytes == 7 * 1024
+        assert (limit.reserve_bytes, limit.spare_bytes) == (320, 7 * 1024 - 320)
+        assert capacity.reserve_of(64e9) == 2e9
+        assert capacity.reserve_of(4e12) == 32 << 30, "the most"
         meminfo.write_text("MemTotal: 10 kB\n")
         assert capacity.machine_limit(tmp_path) is None
 
@@ -233,7 +237,7 @@ class TestAllocate:
         self, tmp_path: Path, fd: int, turn: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked: list[int] = []
-        monkeypatch.setattr(capacity, "check", lambda size, fd, path, promised: asked.append(size))
+        monkeypatch.setattr(capacity, "check", lambda size, *_, **__: asked.append(size))
         path = tmp_path / "job" / "host" / "file"
         capacity.allocate(fd, [(0, 4096), (MIB, 0), (MIB, 8192)], path, turn)
         assert asked == [12288]
@@ -317,6 +321,20 @@ class TestAllocate:
         naming = [path for path in package.rglob("*.py") if "os.posix_fallocate" in path.read_text()]
         assert naming == [Path(capacity.__file__)]
         assert naming[0].read_text().count("os.posix_fallocate") == 1
+
+    def test_the_reserve_is_for_what_cannot_be_done_without(
+        self, tmp_path: Path, fd: int, turn: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "job" / "host" / "file"
+        limit = capacity.Limit("the sky", 5 * MIB, "Wait.", 2 * MIB)
+        monkeypatch.setattr(capacity, "limits", lambda *_: [limit])
+        said = r"the sky leaves 5242880 \(5.0 MiB\), of which 2.0 MiB are a reserve for the host\. Wait"
+        capacity.allocate(fd, [(0, 3 * MIB)], path, turn, leaves_reserve=True)
+        with pytest.raises(NotEnoughSpace, match=said):
+            capacity.allocate(fd, [(0, 3 * MIB + 1)], path, turn, leaves_reserve=True)
+        capacity.allocate(fd, [(0, 5 * MIB)], path, turn)
+        with pytest.raises(NotEnoughSpace, match=said):
+            capacity.allocate(fd, [(0, 5 * MIB + 1)], path, turn)
 
     def test_slices(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """All of what is asked for, in order, in slices that are full but for the last."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ecemb.coding.rows import Column, TableLayout
-from ecemb.memory import private_files, rank_memory
+from ecemb.memory import capacity, private_files, rank_memory
 from ecemb.memory.header import Word
 from ecemb.memory.rank_memory import RankMemory, WindowBudget, journal_bytes, with_owed
 from support.simulation import alone
@@ -83,6 +83,14 @@ def test_the_kernel_says_what_is_free(memory: RankMemory) -> None:
     limits = mock.patch("ecemb.memory.capacity.limits", return_value=[])
     with limits:
         assert rank_memory.free_bytes(memory.arena) > before, "a file system without limits"
+
+
+def test_windows_leave_a_reserve_to_the_host(memory: RankMemory) -> None:
+    limits = [capacity.Limit("the mount", 90 * MIB, "."), capacity.Limit("the sky", 94 * MIB, ".", 4 * MIB)]
+    with mock.patch("ecemb.memory.capacity.limits", return_value=limits):
+        assert (rank_memory.free_bytes(memory.arena), memory.reserve_bytes) == (90 * MIB, 4 * MIB)
+        limits[0] = capacity.Limit("the mount", 92 * MIB, ".", 0)
+        assert rank_memory.free_bytes(memory.arena) == 90 * MIB
 
 
 def test_a_swept_folder_is_no_error(memory: RankMemory) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ecemb
@@ -17,6 +19,7 @@ from ecemb.errors import ConfigurationError, NotInitialized, RendezvousError, Us
 from ecemb.memory.arena import Arena
 from ecemb.memory.scan import Directory
 from ecemb.net import rendezvous, replacement
+from ecemb.net.assignment import Assignment
 from ecemb.net.error_file import cause_of
 from ecemb.net.roster import StoreGone, Superseded
 from support.arena_holders import constants
@@ -65,6 +68,22 @@ def test_a_seat_whose_arena_is_not_on_this_host_is_an_error(
     directory, _ = left_behind
     with pytest.raises(RendezvousError, match="rank 1 was given arena 12345678"):
         rendezvous.claim(directory.scan(timeout_s=0), "12345678", 1, 1)
+
+
+def test_options_of_torch_reach_its_group(tmp_path: Path) -> None:
+    """A device and options of a backend that this machine may not have."""
+    asked: list[dict[str, Any]] = []
+    device, options = torch.device("cuda", 3), object()
+    store, own = dist.HashStore(), Assignment(rank=0, arena_id=None)
+    with (
+        mock.patch.object(dist, "init_process_group", lambda *_, **given: asked.append(given)),
+        mock.patch.object(rendezvous.hook, "prepare"),
+        mock.patch.dict("os.environ"),
+    ):
+        for given in ({"device_id": device, "pg_options": options}, {"device_id": None, "pg_options": None}):
+            assert rendezvous.make_group("nccl", store, own, 1, [], 1.0, 1800.0, given) == (None, ())
+    patience = {"store": store, "rank": 0, "world_size": 1, "timeout": timedelta(seconds=1800)}
+    assert asked == [{**patience, "device_id": device, "pg_options": options}, patience]
 
 
 # --- the public call, as far as one process can go ----------------------------------------------

@@ -54,6 +54,22 @@ def has_its_own() -> tuple[int, list[bytes]]:
         return opened()
 
 
+def bound() -> tuple[int, list[bytes]]:
+    """As after init_process_group(device_id=), which torch refuses without a device."""
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cuda", 0)
+    try:
+        return opened()
+    finally:
+        world.bound_device_id = None
+
+
+def test_groups_beside_a_training_that_has_given_its_device() -> None:
+    said = [b"0", b"1"]
+    assert run_ranks(2, bound) == [(0, said)] * 2
+
+
 def test_the_control_group_uses_the_gloo_thread_of_the_training() -> None:
     said = [b"0", b"1", b"2"]
     assert run_ranks(3, shares) == [[(0, said), (0, said)]] * 3

@@ -44,6 +44,30 @@ def test_a_recovery_without_evidence_is_a_warning(
     assert record.levelno == level and record.getMessage().startswith(SAID + says)
 
 
+@pytest.mark.parametrize(
+    ("rank", "bound", "said"),
+    [
+        (2, False, "the processors of ranks 2 and 4 are on several NUMA nodes"),
+        (4, False, ""),
+        (2, True, ""),
+        (3, False, ""),
+    ],
+    ids=["first", "another of its host", "bound", "alone on its host"],
+)
+def test_ranks_whose_processors_span_nodes_are_named_once(
+    rank: int, bound: bool, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Processors 0 and 1 are on node 0, 2 and 3 on node 1."""
+    monkeypatch.setattr(opening, "numa_nodes", lambda own: sorted({number // 2 for number in own}))
+    processors = ((0, 1), (0, 1), (0, 1) if bound else (0, 1, 2), (0, 1, 2, 3), (2, 3) if bound else (1, 2))
+    session = SimpleNamespace(rank=rank, hosts=("a", "a", "b", "c", "b"))
+    start: Any = SimpleNamespace(session=session, world=SimpleNamespace(processors=processors))
+    with caplog.at_level(logging.INFO, "ecemb"):
+        here = opening._processors_here(start)
+    assert here == ([processors[2], processors[4]] if rank != 3 else [processors[3]])
+    assert said in caplog.text and len(caplog.records) == bool(said)
+
+
 def test_the_mark_of_the_store_has_the_generation_that_was_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """An arena that joined an earlier one is stale, also if no other arena is left to say so."""
     monkeypatch.setattr(opening, "discard_superseded", lambda session: None)

@@ -281,6 +281,7 @@ def test_a_window_is_as_long_as_there_is_room_and_that_is_said_once(
     with mock.patch.object(RankMemory, "window_room", return_value=5), caplog.at_level("WARNING", "ecemb"):
         assert [sixteen.wish() for _ in range(3)] == [5, 5, 5]
     assert len(caplog.records) == 1 and "for the rows of 5 steps, and 16 are asked for" in caplog.text
+    assert "B that stay free for other processes" in caplog.text
     sixteen.agree(3)  # another rank has less room
     assert (sixteen.size, sixteen.wish()) == (3, 16)
 
