@@ -70,7 +70,7 @@ class Slots:
             KeyError: it isn't.
         """
         for path in self._both(name):
-            if path.exists() and self._stamp(path) == stamp:
+            if self._stamp(path) == stamp:
                 return self._content(path)
         raise KeyError(f"{name} of {stamp}")
 
@@ -81,7 +81,7 @@ class Slots:
             OSError: there is not enough space.
         """
         first, second = self._both(name)
-        stamps = [self._stamp(path) if path.exists() else None for path in (first, second)]
+        stamps = [self._stamp(path) for path in (first, second)]
         takes_first = stamps[0] is None or (stamps[1] is not None and stamps[0] < stamps[1])
         path, self._other = (first, second) if takes_first else (second, first)
         if len(self._mapped.get(path, ())) < _HEAD_BYTES + size:
@@ -104,7 +104,7 @@ class Slots:
         head = self._head(self._begun)
         head[2] = stamp.number
         head[1] = stamp.step
-        if self._other.exists() and self._stamp(self._other) == stamp:
+        if self._stamp(self._other) == stamp:
             self._head(self._other)[1] = _NONE
 
     def forget(self, but: Stamp | None = None) -> None:
@@ -124,7 +124,7 @@ class Slots:
         return self._folder / f"{name}.0.slot", self._folder / f"{name}.1.slot"
 
     def _stamp(self, path: Path) -> Stamp | None:
-        if path.stat().st_size < _HEAD_BYTES:
+        if path not in self._mapped and (not path.exists() or path.stat().st_size < _HEAD_BYTES):
             return None
         head = self._head(path)
         return Stamp(int(head[1]), int(head[2])) if head[0] == _MAGIC and head[1] != _NONE else None

@@ -94,6 +94,7 @@ class TrainingState:
             key: _is_sharded(param) or not param.numel() or param.data_ptr() in pointers
             for key, _, param in self._parameters()
         }
+        self._buffers = [one._buffers for one in self._model.modules() if one._buffers]
         self._kinds: dict[str, str] = {}
         self._known: list[int] = []
         self._packed: dict[str, tuple[Any, Tensor]] = {}
@@ -115,15 +116,20 @@ class TrainingState:
             {key: tensor for key, tensor in found.items() if self._kinds[key] == kind}
             for kind in (_OWN, _SHARED)
         )
-        own |= _generators()
-        own[_PLAIN] = _packed([dict(one.state_dict()) for one in self._state])
-        own[_OPTIONS] = self._packed_once(_OPTIONS, self._options(entries, own=True))
-        shared[_SHARED_OPTIONS] = self._packed_once(_SHARED_OPTIONS, self._options(entries, own=False))
-        return own, shared
+        own_plain, shared_plain = self._plain(entries)
+        return own | own_plain, shared | shared_plain
+
+    def plain(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Of `rest`, what is no tensor of the training: generators, options, plain state. Not live."""
+        return self._plain(list(self._entries()))
 
     def has_changed(self) -> bool:
-        """Whether optimizers have made or replaced state since this was asked last, and so `rows` differ."""
+        """Whether tensors of `rows` or `rest` were made or replaced since this was asked last.
+
+        Of optimizers' state and the model's buffers; parameters stay what they are.
+        """
         values = [id(value) for _, _, value in self._entries() if isinstance(value, Tensor)]
+        values += [id(buffer) for buffers in self._buffers for buffer in buffers.values()]
         changed, self._known = values != self._known, values
         return changed
 
@@ -160,6 +166,13 @@ class TrainingState:
             one.load_state_dict(kept)
         if not resharded:
             _set_generators(saved)
+
+    def _plain(self, entries: Sequence[Entry]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        own = _generators()
+        plain = [dict(one.state_dict()) for one in self._state]
+        own[_PLAIN] = _packed(plain) if plain else self._packed_once(_PLAIN, plain)
+        own[_OPTIONS] = self._packed_once(_OPTIONS, self._options(entries, own=True))
+        return own, {_SHARED_OPTIONS: self._packed_once(_SHARED_OPTIONS, self._options(entries, own=False))}
 
     def _found(self, entries: Sequence[Entry]) -> Iterator[tuple[str, Tensor]]:
         """All plain tensors that are not empty, by key."""

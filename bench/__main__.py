@@ -79,7 +79,7 @@ OF_SETTINGS = {
     "agreement": ("4", "8", "16", "32", "64"),
     "compare": ("pages",),
     "gpu": ("kernels", "step", "windows", "fused", "recovery"),
-    "overhead": ("dlrm", "sparse-heavy", "managed-collision", "verification"),
+    "overhead": ("dlrm", "sparse-heavy", "managed-collision", "verification", "device"),
     "recovery": ("sparse", "torchrec"),
     "start": ("8", "64"),
 }

@@ -1,15 +1,15 @@
 """Tensors that outlive the process: their storages are files on tmpfs, trained on in place.
 
-A parameter server that goes on has its rows in its memory. torchrun, however, ends and restarts the workers
-of all ranks, so here a survivor's rows are those of a process that ended at any instant. They could be saved
-as it ends, but SIGKILL leaves no time for that; or copied in each step, for as much memory again. So the
-tables' storages are moved: what is trained on are files in the machine's memory, at no cost in steps, and
-without memory beside the training's own, as with parameter servers (chosen). A process that is cut off
-within a step leaves rows of which some have taken the step and others haven't: partial recovery, an
-approximation, bears it.
+A server that goes on has its state in its memory. torchrun, however, ends and restarts the workers of all
+ranks, so here a survivor's state may be that of a process that ended at any instant. It could be saved as it
+ends, but SIGKILL leaves no time for that; or copied in each step, for as much memory again. So storages are
+moved: what is trained on are files in the machine's memory, at no cost in steps, and without memory beside
+the training's own, as with servers (chosen). A process that is cut off within a step leaves rows, and dense
+parameters, of which some have taken the step and others haven't: partial recovery, an approximation, bears
+it. One that stays (`ecemb.run`) leaves a step only where it waits for others, and so between optimizers.
 
-Tables on a device can't lie in files: theirs are images in the machine's memory, to which the rows that a
-step has changed are copied after it (chosen).
+Tensors on a device can't lie in files. Of tables there are images in the machine's memory, to which the rows
+that a step has changed are copied after it (chosen).
 
 Every tensor of the process that lies in such a storage is pointed at the file, TorchRec's and FBGEMM's views
 included: the garbage collector knows them all.
@@ -30,6 +30,10 @@ from torch import Tensor
 from baselines.files import made, mapped
 
 _PARTIAL = ".partial"
+Spot = tuple[str, str, list[int], list[int], int]
+"""Of a tensor: its file, its type, shape, stride, and where it begins, in numbers of its type."""
+Places = Mapping[str, Spot]
+"""By the tensors' names; what JSON makes of it is as good."""
 
 
 class LivingTensors:
@@ -42,7 +46,7 @@ class LivingTensors:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._held: dict[int, torch.UntypedStorage] = {}  # by address
+        self._held: dict[int, tuple[torch.UntypedStorage, Path]] = {}  # by address
         self._images: dict[str, tuple[Tensor, Tensor]] = {}  # of tensors on a device, and them
 
     @property
@@ -72,6 +76,7 @@ class LivingTensors:
             RuntimeError: a tensor could not be moved.
         """
         left: dict[int, Tensor] = {}
+        paths: list[Path] = []
         moved: list[torch.UntypedStorage] = []  # held, so that no other storage takes their addresses
         for name, tensor in find().items():
             if is_on_device(tensor):
@@ -85,12 +90,13 @@ class LivingTensors:
             if not survived:
                 _fill(path, torch.empty(0, dtype=torch.uint8).set_(storage))
             left[address] = _span(path, name, storage.nbytes())
+            paths.append(path)
             moved.append(storage)
         if not left:
             return
         _repoint(left)
-        for span in left.values():
-            self._held[span.untyped_storage().data_ptr()] = span.untyped_storage()
+        for span, path in zip(left.values(), paths, strict=True):
+            self._held[span.untyped_storage().data_ptr()] = span.untyped_storage(), path
         for name, tensor in find().items():
             if is_on_device(tensor):
                 continue
@@ -99,6 +105,41 @@ class LivingTensors:
                     f"{name} could not be moved to memory that outlives the process: call gc.unfreeze() "
                     f"first, if gc.freeze() was called"
                 )
+
+    def places(self, tensors: Mapping[str, Tensor]) -> Places:
+        """Where tensors lie that have moved.
+
+        Args:
+            tensors: by name; on the CPU.
+        """
+        found: dict[str, Spot] = {}
+        for name, tensor in tensors.items():
+            if tensor.numel():
+                path = self._held[tensor.untyped_storage().data_ptr()][1]
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                found[name] = (
+                    path.name,
+                    dtype,
+                    list(tensor.shape),
+                    list(tensor.stride()),
+                    tensor.storage_offset(),
+                )
+        return found
+
+    def are_there(self, places: Places) -> bool:
+        """Whether this machine has the files."""
+        return all((self._folder / spot[0]).exists() for spot in places.values())
+
+    def read(self, places: Places) -> dict[str, Tensor]:
+        """What an earlier life of this rank has trained, in place, by the names of `places`."""
+        files = {
+            file: torch.from_numpy(mapped(self._folder / file))
+            for file in {spot[0] for spot in places.values()}
+        }
+        return {
+            name: files[file].view(getattr(torch, dtype)).as_strided(shape, stride, offset)
+            for name, (file, dtype, shape, stride, offset) in places.items()
+        }
 
     def copy_rows(self, name: str, rows: Tensor) -> None:
         """A step has changed rows of a tensor on a device.

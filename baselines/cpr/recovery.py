@@ -1,10 +1,14 @@
 """Partial recovery as a method: a failed rank takes up its rows as last saved, the others keep theirs.
 
-All ranks start again after a failure. Survivors find their rows (`living`) and all other state of the last
-two steps in their machine's memory. State that all ranks share comes from a survivor. What a failed rank has
-alone and is no row, such as its random generators and its position in the data, comes back as it was last
-saved, as its rows do (chosen). No step is run again but the one that was cut off. If no rank survives, all
-ranks go back to what they saved last (chosen).
+All ranks start again after a failure, in a process that stays (`ecemb.run`) or in a new one. Survivors go on
+with their rows and dense state where these were trained, in their machine's memory (`living`): no step
+copies them. What is no tensor, such as random generators and a position in the data, is kept in each step,
+some kilobytes. So are dense tensors on a device, which can't lie in that memory.
+
+No step is run again but the one that was cut off. It begins with the generators and the position that it
+had, and what has taken it, rows or dense state, takes it twice (chosen). State that all ranks share comes
+from a survivor. What a failed rank has alone and is no row comes back as it was last saved, as its rows do
+(chosen). If no rank survives, all ranks go back to what they saved last (chosen).
 
 Lost samples are counted as `pls` does, since `Mark.since`. PLS is the sum of `Costs.samples_lost` over ranks
 and lives, divided by S_total N.
@@ -17,11 +21,13 @@ Must not know: files' formats, which rows a save takes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,7 +40,7 @@ from baselines.stopwatch import Stopwatch
 from ecemb.errors import ConfigurationError
 from ecemb.nn import ShardedEmbeddingBag
 
-from .living import LivingTensors, is_on_device
+from .living import LivingTensors, Places, is_on_device
 from .plan import Held, Plan, plan
 from .priority import SHARE
 from .saved import Mark, SavedRank
@@ -44,6 +50,8 @@ from .saving import Saving
 _REST = "rest"
 _OWN, _SHARED = "own/", "shared/"
 _STEPS_LOST = f"{_SHARED}steps lost"
+_PLACES = "places"
+"""Of the tensors of the rest that live in files."""
 
 
 class PartialRecovery:
@@ -81,6 +89,7 @@ class PartialRecovery:
         self._sent_bytes = self._memory_bytes = 0
         self._samples_lost = 0.0
         self._changed: dict[str, list[Tensor]] = {}  # of tables on a device, in this step
+        self._places, self._on_device = torch.zeros(0, dtype=torch.uint8), dict[str, Tensor]()  # of the rest
         self._ends: list[Callable[[], None]] = []
         self._steps_lost = torch.zeros(1, dtype=torch.int64)  # of all ranks, in all lives
 
@@ -97,8 +106,7 @@ class PartialRecovery:
         with self._stalled.running():
             self._open(training)
             held: list[Any] = [None] * dist.get_world_size()
-            steps = sorted({stamp.step for _, stamp in self._slots.kept()})
-            dist.all_gather_object(held, Held(tuple(steps), self._saved.mark()))
+            dist.all_gather_object(held, Held(self._steps_kept(), self._saved.mark()))
             found = plan(held)
             if found is None:
                 self._begin(0)
@@ -138,6 +146,7 @@ class PartialRecovery:
         with self._stalled.running():
             if state.has_changed():
                 self._living.move(state.rows, survived=False)
+                self._move_rest()
             self._copy_rows()
             self._keep()
             if self._saving.is_due(self._next):
@@ -211,6 +220,7 @@ class PartialRecovery:
                     self._ends.append(table.on_touch(lambda rows, into=changed: into.append(rows.clone())))
         self._saving.watch(state.tables, _sizes(state.tables), self._modules)
         self._living.move(self._saving.lasting, survived=survived)
+        self._move_rest()
         self._keep()
 
     def _resume(self, found: Plan, saved: Mark | None) -> None:
@@ -221,6 +231,7 @@ class PartialRecovery:
         rows: dict[str, Tensor] = {}
         if survived:
             rest = packing.unpack(self._slots.read(_REST, here))
+            rest |= self._living.read(_places_of(rest.pop(_PLACES)))
         else:
             rows, rest = self._saved.load()
             self._samples_lost = float(lost[rank] * self._samples)
@@ -253,9 +264,38 @@ class PartialRecovery:
         named |= {f"{_SHARED}{key}": tensor for key, tensor in shared.items()}
         return named | {_STEPS_LOST: self._steps_lost}
 
+    def _steps_kept(self) -> tuple[int, ...]:
+        """Steps of which this machine has all state that is no row, ascending."""
+        found: set[int] = set()
+        for name, stamp in self._slots.kept():
+            places = packing.unpack(self._slots.read(name, stamp))[_PLACES]
+            if self._living.are_there(_places_of(places)):
+                found.add(stamp.step)
+        return tuple(sorted(found))
+
+    def _move_rest(self) -> None:
+        """Moves tensors that are no rows to where they outlive the process; those on a device stay."""
+
+        def lasting() -> dict[str, Tensor]:
+            plain = {f"{_OWN}{key}" for key in own} | {f"{_SHARED}{key}" for key in shared} | {_STEPS_LOST}
+            return {key: tensor for key, tensor in self._rest().items() if key not in plain}
+
+        own, shared = self._made().plain()
+        self._on_device = {key: tensor for key, tensor in lasting().items() if is_on_device(tensor)}
+
+        def in_files() -> dict[str, Tensor]:
+            return {key: tensor for key, tensor in lasting().items() if key not in self._on_device}
+
+        self._living.move(in_files, survived=False)
+        places = json.dumps(self._living.places(in_files())).encode()
+        self._places = torch.from_numpy(np.frombuffer(bytearray(places), np.uint8))
+
     def _keep(self) -> None:
-        """Puts all state that is no row where it outlives the process."""
-        rest = self._rest()
+        """Keeps what does not live in files: what is no tensor of the training, and tensors on a device."""
+        own, shared = self._made().plain()
+        rest = {f"{_OWN}{key}": tensor for key, tensor in own.items()}
+        rest |= {f"{_SHARED}{key}": tensor for key, tensor in shared.items()}
+        rest |= {**self._on_device, _STEPS_LOST: self._steps_lost, _PLACES: self._places}
         packing.pack(rest, self._slots.begin(_REST, packing.size(rest)))
         self._slots.seal(Stamp(self._next, 0))
         kept_bytes = self._slots.kept_bytes + self._saving.memory_bytes + self._living.image_bytes
@@ -281,6 +321,10 @@ class PartialRecovery:
         if self._state is None:
             raise RuntimeError("prepare() comes first")
         return self._state
+
+
+def _places_of(packed: Tensor) -> Places:
+    return json.loads(packed.numpy().tobytes())
 
 
 def _sizes(tables: Sequence[Any]) -> dict[str, int]:

@@ -100,6 +100,13 @@ class Account:
         return total([life.costs for life in self.lives])
 
 
+def lives(folder: Path, rank: int) -> int:
+    """How many lives of a rank have begun to train."""
+    path = folder / f"{rank}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return sum("started" in json.loads(line) for line in lines)
+
+
 def account(folder: Path, rank: int) -> Account:
     """Reads a rank's ledger."""
     lives: list[list[dict[str, Any]]] = []

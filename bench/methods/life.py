@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from baselines.method import Method, Training
 from bench.methods.ledger import Ledger
+from ecemb.net import replacement, staying
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,17 @@ def live(
         for clock in clocks:
             clock.cancel()
         ledger.close()
+
+
+def goes_on() -> None:
+    """Has this process stay if another rank dies, under `ecemb.run`, as it has trained. All ranks.
+
+    Under ecemb, `protect` says so, and commits do; other methods have neither.
+    """
+    stay = staying.current()
+    if stay is not None and not stay.is_possible:
+        stay.has_trained(dist.get_rank(), "")
+    replacement.made_progress()
 
 
 def _cpu_s() -> float:

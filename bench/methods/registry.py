@@ -235,5 +235,7 @@ METHODS: Mapping[str, Callable[[Place], Method]] = {
 }
 """Name -> what makes it."""
 
+STAY = ("cpr vanilla", *(f"cpr {priority}" for priority in ("mfu", "ssu", "scar")))
+"""Those whose ranks stay in their processes when another one dies, as the paper's servers do."""
 OF_TORCHREC = ("check-n-run model tracker",)
 """Those that on other tables are as another one."""

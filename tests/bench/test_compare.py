@@ -8,23 +8,27 @@ from __future__ import annotations
 import dataclasses
 import xml.etree.ElementTree as ElementTree
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from baselines.cpr.priority import Mfu, Ssu
 from baselines.method import Costs, Promise
 from bench.harness.ranks import RankFailed
 from bench.harness.result import Arguments, BadOption, Incomplete, Row, WrongResult, once
 from bench.harness.torchrun import LaunchFailed
-from bench.methods.ledger import Account, Done, Life
-from bench.methods.registry import METHODS
+from bench.methods import life as life_
+from bench.methods.ledger import Account, Done, Ledger, Life, lives
+from bench.methods.registry import METHODS, STAY
 from bench.questions.compare import cases, charged, failures, families, measured
 from bench.questions.compare import picture as compare_picture
 from bench.questions.compare import question as compare
 from bench.questions.compare import rows as compare_rows
-from bench.questions.compare.beside_twins import FEW, RIVAL, WHOLE
+from bench.questions.compare.beside_twins import FEW, RIVAL, WHOLE, looked_up
 from bench.questions.compare.cases import BY_METHOD
 from bench.questions.compare.failures import Deaths
 from bench.questions.compare.measured import LOST, SECONDS, STALL, STALL_CPU, WRITTEN, Measured
@@ -34,6 +38,7 @@ from bench.questions.compare.rows import Told
 from bench.questions.overhead.estimate import Estimate
 from bench.report import choosing, summary, tables
 from bench.workloads.training_rank import BARE, CONTROL
+from ecemb.net.staying import Stay
 
 ORDER = Order(
     engine="sparse",
@@ -400,6 +405,34 @@ def test_metrics_share_a_table() -> None:
         tables.sheet([*rows, rows[0]])
 
 
+def test_cprs_ranks_stay_and_count_their_lives_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(STAY) <= set(METHODS) and {"cpr vanilla", *cases.PRIORITIES} <= set(STAY)
+    order = dataclasses.replace(ORDER, folder=str(tmp_path), stays=True)
+    assert Order.read(str(order.write())) == order
+    ledger = Ledger(order.ledgers, 2)
+    for note in ({"started": 0}, {"begun": 0}, {"started": 1}):
+        assert lives(order.ledgers, 1) == 0
+        ledger.note(**note)
+    ledger.close()
+    assert lives(order.ledgers, 2) == 2
+    stay, made = Stay(), list[bool]()
+    monkeypatch.setattr(life_.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(life_.replacement, "made_progress", lambda: made.append(True))
+    life_.goes_on()  # in a script that `ecemb.run` doesn't call
+    monkeypatch.setattr(life_.staying, "current", lambda: stay)
+    life_.goes_on()
+    assert stay.rank == 3 and made == [True, True]
+
+
+def test_priorities_have_rows_to_save() -> None:
+    for kind in (Mfu, Ssu):
+        ranked = kind(torch.zeros(80, 2))
+        looked_up(ranked, torch.tensor([3, 5]))
+        assert ranked.rows_to_save(torch.zeros(80, 2)).tolist() == [3, 5]
+
+
 def test_methods_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(compare, "measure", lambda scale, *_: asked.append(scale.methods) or [])
@@ -429,4 +462,5 @@ def test_the_methods_of_the_pages_are_measured_alone_if_asked(monkeypatch: pytes
     for setting in ("", "pages"):
         compare.run(Arguments(engine="sparse", setting=setting))
     assert asked[0] == FULL.methods
-    assert set(asked[1]) == {family.shown for family in families.FAMILIES} | {families.CONTROL}
+    shown = {family.shown for family in families.FAMILIES} | {families.CONTROL}
+    assert set(asked[1]) == shown | {"cpr mfu", "cpr ssu"}

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 from bench.harness.result import Arguments, Row, Unavailable, WrongResult
 from bench.harness.thread_clocks import ThreadClocks, threads
-from bench.questions.overhead import estimate, managed_collision
+from bench.questions.overhead import device, estimate, managed_collision
 from bench.questions.overhead import question as overhead
 from bench.questions.overhead.estimate import Strata
 from bench.questions.overhead.question import QUICK, Scale, Steps, sparse_heavy
@@ -483,3 +484,31 @@ def test_auto_is_given_a_mean_time_between_failures(monkeypatch: pytest.MonkeyPa
     assert (fixed.window, fixed.mtbf_s) == (16, None)
     assert fixed.steps == overhead.FULL.pairs // overhead.FULL.launches
     assert auto.window == "auto" and auto.mtbf_s is not None and 3600 < auto.mtbf_s < 86400
+
+
+def test_a_device_that_trains_leaves_processors_to_commits() -> None:
+    order: Any = SimpleNamespace(n=4, dim=64)
+    at_full_share = device.rows_a_step(order, 0.05, 8)
+    assert at_full_share * 256 / 0.05 * device.CORE_S_PER_GB * 1e-9 == pytest.approx(1 / 3, rel=1e-3)
+    assert device.rows_a_step(order, 0.05, 2) == pytest.approx(at_full_share / 2, abs=1)
+    assert device.rounds_of(20, 10, 0.01) == 20 and device.rounds_of(20, 1000, 0.05) == device.LEAST_ROUNDS
+    blocks = {PROTECTED: [(2.5, 10.1)] * 4, BARE: [(0.5, 10.0)] * 4, CONTROL: [(0.5, 10.0)] * 4}
+    answer = {
+        "window": 20,
+        "bytes_per_s": 2e8,
+        "blocks": blocks,
+        "undecided": 11.0,
+        "began": "0",
+        "digests": dict.fromkeys(blocks, "1"),
+        "wrong_words": 0,
+        "scrubbed": True,
+    }
+    rows = device.rows_of([answer, answer], {"step_ms": 50})
+    values = {(row.metric, row.labels.get("method")): row.value for row in rows}
+    assert values["device_wall_pct", PROTECTED] == pytest.approx(1.0)
+    assert values["device_wall_pct", CONTROL] == pytest.approx(0.0)
+    assert values["replayed_windows", None] == 0.55 and values["device_mb_per_s", None] == 200
+    assert values["device_cores", None] == pytest.approx(2 / 10.1)
+    for change in ({"wrong_words": 3}, {"began": "1"}, {"digests": {PROTECTED: "2", BARE: "1"}}):
+        with pytest.raises(WrongResult):
+            device.rows_of([answer | change], {})

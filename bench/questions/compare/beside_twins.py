@@ -23,7 +23,7 @@ from torch import Tensor
 
 import ecemb
 from baselines.check_n_run.recovery import CheckNRun
-from baselines.cpr.priority import Mfu
+from baselines.cpr.priority import PERIOD, Mfu, RowPriority, Ssu
 from baselines.cpr.recovery import PartialRecovery
 from baselines.full import FullRecovery
 from baselines.method import Method, Training
@@ -224,8 +224,7 @@ def marks(method: Method, count: int) -> list[tuple[Callable[[Tensor], None], li
     if isinstance(method, CheckNRun):
         rows = {one.touch: one.rows for one in method._touched.values()}
     elif isinstance(method, PartialRecovery):
-        ranked = [one for one in method._saving._ranked.values() if isinstance(one, Mfu)]
-        rows = {partial(looked_up, one): len(one._counts) for one in ranked}
+        rows = {partial(looked_up, one): one.rows for one in method._saving._ranked.values()}
     pattern, rng = published(), np.random.default_rng(dist.get_rank())
     return [
         (touch, [torch.from_numpy(one) for one in pattern.changed(size, count, rng)])
@@ -233,7 +232,9 @@ def marks(method: Method, count: int) -> list[tuple[Callable[[Tensor], None], li
     ]
 
 
-def looked_up(ranked: Mfu, rows: Tensor) -> None:
-    """These rows change, each by one lookup."""
-    ranked.touch(rows)
-    ranked.add(rows, torch.ones_like(rows))
+def looked_up(ranked: RowPriority, rows: Tensor) -> None:
+    """These rows change, each by one lookup, in a batch of those that SSU lists."""
+    for _ in range(PERIOD if isinstance(ranked, Ssu) else 1):
+        ranked.touch(rows)
+    if isinstance(ranked, Mfu):
+        ranked.add(rows, torch.ones_like(rows))

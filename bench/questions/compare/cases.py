@@ -88,6 +88,7 @@ CASES = (
     Case("full dcp async", rule="Young", behind=True),
     Case("cpr vanilla", rule="PLS 0.1", acts=True),
     Case("cpr mfu", rule="PLS 0.1", acts=True),
+    Case("cpr ssu", rule="PLS 0.1", acts=True),
     Case("check-n-run intermittent", rule="half an hour", acts=True, behind=True),
     Case("check-n-run intermittent 4 bit", rule="half an hour", behind=True),
     Case("check-n-run model tracker", rule="half an hour", acts=True, behind=True),
@@ -95,6 +96,8 @@ CASES = (
     Case("ecemb (6, 4) window auto", Guard(Code(6, 4), "auto", overlap=True)),
 )
 BY_METHOD = {case.method: case for case in CASES}
+PRIORITIES = ("cpr mfu", "cpr ssu")
+"""Measured beside the methods of the pages: CPR as its paper recommends it."""
 PRIORITY_SHARE = 8
 """CPR with priorities saves an eighth of the rows, eight times as often."""
 

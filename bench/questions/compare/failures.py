@@ -19,7 +19,7 @@ from baselines.method import Promise
 from bench.harness.result import Label, Row, WrongResult
 from bench.harness.torchrun import Torchrun
 from bench.methods.ledger import Account, account
-from bench.methods.registry import METHODS, Place
+from bench.methods.registry import METHODS, STAY, Place
 from bench.questions.compare.cases import NOTHING, RANKS, Case
 from bench.questions.compare.families import FAMILIES
 from bench.questions.compare.measured import Scale
@@ -154,6 +154,7 @@ def launched(
             bytes_per_s=scale.storage_mb_s * 1e6,
             seed=seed,
             timeout_s=scale.timeout_s,
+            stays=case.method in STAY,
         )
         with Torchrun(
             ranks,
@@ -164,6 +165,7 @@ def launched(
             name=case.method,
             timeout_s=scale.timeout_s,
             warm=True,
+            replaces=order.stays,
             preload=(*PRELOADED, *OF_ENGINE.get(engine, ())),
         ) as torchrun:
             torchrun.wait()

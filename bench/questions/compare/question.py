@@ -20,11 +20,13 @@ dense part and the engines of `python -m bench overhead`:
    - `fixed_..._s`, `..._per_gb`: the same of tables of no size, and for each GB of a rank's tables and their
      optimizer state, by a line through tables of two sizes.
    - `save_written_bytes`, `save_sent_bytes`: by a rank.
-3. *Failures*. Ranks train under torchrun, all started by `ecemb-run`, under every method alike. Six times, or
+3. *Failures*. Ranks train under torchrun, all started by `ecemb-run`. torchrun restarts all of them, but under
+    CPR: there `ecemb-run` replaces the rank that died, and the others stay in their processes (`ecemb.run`), as
+    its paper's servers do. Six times, or
    three times under methods that the summary leaves out, one is killed with the memory of its machine: the
    first time after the optimizers of a step, then at any moment. Codes with six blocks have six ranks, and
    lose two of them at once in the first failure. Methods that save do so each eight steps here.
-   - `next_step_s`: from the kill until every rank has ended a step; torchrun's restart is in it, and the
+   - `next_step_s`: from the kill until every rank has ended a step; the restart is in it, and the
      script's own building of its tables, which takes the same time under every method. `prepare_s`: the part
      of it that the method takes, on the slowest rank. `caught_up_s`: until every rank has passed the
      interrupted step. Medians, from the smallest to the largest. `restart_sent_bytes`: by all ranks.
@@ -70,7 +72,7 @@ from bench.harness.ranks import RankFailed
 from bench.harness.result import Arguments, BadOption, Incomplete, Label, Row, WrongResult, by_metric
 from bench.harness.torchrun import LaunchFailed
 from bench.questions.compare import charged, failures, measured
-from bench.questions.compare.cases import BY_METHOD, CASES, NOTHING, Case, on
+from bench.questions.compare.cases import BY_METHOD, CASES, NOTHING, PRIORITIES, Case, on
 from bench.questions.compare.failures import Deaths
 from bench.questions.compare.families import FAMILIES
 from bench.questions.compare.measured import Measured
@@ -126,7 +128,8 @@ def run(arguments: Arguments) -> list[Row]:
     if arguments.methods:
         return measure(replace(scale, methods=arguments.methods), arguments.engine, arguments.seed)
     if arguments.setting:
-        scale = replace(scale, methods=tuple(name for name in scale.methods if name in measured.SHOWN))
+        shown = {*measured.SHOWN, *PRIORITIES}
+        scale = replace(scale, methods=tuple(name for name in scale.methods if name in shown))
     return measure(scale, arguments.engine, arguments.seed)
 
 

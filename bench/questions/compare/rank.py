@@ -1,6 +1,7 @@
 """One rank of a training whose ranks are killed: a script for torchrun, under one method.
 
-In each life but the last, one rank dies, or two at once in the first. Steps of warm-up before `prepare` let
+In each life but the last, one rank dies, or two at once in the first. The others start again as well, in new
+processes, or in those that they have (`Order.stays`). Steps of warm-up before `prepare` let
 DistributedDataParallel settle in which order it sums; state is brought back to what it was after them, or
 before the failure, under every method.
 """
@@ -24,7 +25,8 @@ import torch.distributed as dist
 import ecemb
 from baselines.method import Method, Training
 from bench.harness.job_file import JobFile
-from bench.methods.life import Failure, live
+from bench.methods.ledger import lives
+from bench.methods.life import Failure, goes_on, live
 from bench.methods.registry import METHODS, Place
 from bench.workloads.models import ENGINES, Twin
 from bench.workloads.training_rank import WARM_UP, digest, draw
@@ -63,6 +65,7 @@ class Order(JobFile):
         bytes_per_s: Of storage, for each rank.
         seed: Of all that is drawn.
         timeout_s: Of every wait for another rank.
+        stays: Whether the ranks that live stay in their processes when one dies, by `ecemb.run`.
     """
 
     engine: str
@@ -88,6 +91,7 @@ class Order(JobFile):
     bytes_per_s: float
     seed: int
     timeout_s: float
+    stays: bool = False
 
     @property
     def ledgers(self) -> Path:
@@ -138,11 +142,21 @@ def main(path: str) -> None:
     """Trains as the order in the file `path` says."""
     order = Order.read(path)
     torch.set_num_threads(1)
-    arenas = Path(order.memory, "arenas")
-    arenas.mkdir(exist_ok=True, mode=0o700)
+    Path(order.memory, "arenas").mkdir(exist_ok=True, mode=0o700)
+    if order.stays:
+        ecemb.run(lambda _: train(order))
+    else:
+        train(order)
+
+
+def train(order: Order) -> None:
+    """One life."""
     timeout = timedelta(seconds=order.timeout_s)
-    ecemb.init_process_group("gloo", job=order.job, arena_dir=arenas, timeout=timeout)
-    Rank(order, int(os.environ["TORCHELASTIC_RESTART_COUNT"])).train()
+    ecemb.init_process_group("gloo", job=order.job, arena_dir=Path(order.memory, "arenas"), timeout=timeout)
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if order.stays:
+        life = lives(order.ledgers, dist.get_rank())
+    Rank(order, life).train()
     dist.destroy_process_group()
 
 
@@ -184,6 +198,8 @@ class Rank:
         self._say(order.steps)
 
     def _body(self, number: int) -> None:
+        if self._order.stays:
+            goes_on()
         if number in self._order.noted:
             self._say(number)
         self._twin.train(self._batches[number])

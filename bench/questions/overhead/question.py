@@ -51,8 +51,10 @@ is, engine `torchrec`, and once with four raw ids for each row and TorchRec's ma
 tables, engine `managed`. It evicts in each 32nd batch; whole intervals are measured, from the second one on.
 Rarer evictions cost less: each saves and sends the whole map. The popularity of rows falls with their place
 in its order to the power of `skew`; in `dlrm`, 1.2 gives 7,200 rows a rank and step, which is what the costs
-in the design were reckoned for, 1.05 gives 12,300. One thread a rank, all ranks on one machine. After the
-run all models have to hold the same bytes on every rank, replicas those of the rows, all steps have to be
+in the design were reckoned for, 1.05 gives 12,300. One thread a rank, all ranks on one machine. In the
+setting `device`, which is measured only if it is asked for, steps sleep while a device would train:
+`bench.questions.overhead.device` has its metrics. After the run all models
+have to hold the same bytes on every rank, replicas those of the rows, all steps have to be
 committed, and parity has to fit every row.
 """
 
@@ -66,7 +68,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bench.harness.devices import ARENA
-from bench.harness.ranks import Line, Ranks
+from bench.harness.ranks import Ranks
 from bench.harness.result import (
     Arguments,
     Label,
@@ -77,7 +79,7 @@ from bench.harness.result import (
     once,
     summary,
 )
-from bench.questions.overhead import managed_collision, verification
+from bench.questions.overhead import device, managed_collision, verification
 from bench.questions.overhead.estimate import (
     Estimate,
     Strata,
@@ -114,6 +116,10 @@ BESIDE_COMMITS = (COMMITS[0], COMMITS[-1])
 """Of these, what is measured on the other engine, there without replication."""
 FEWER, FEWER_LAUNCHES, BESIDE_ENGINE = 24, 3, "sparse"
 """Pairs beside replication, in the other settings, and on this engine, and launches that they are of."""
+DEVICE_ROWS, QUICK_DEVICE_ROWS = 2_000_000, 200_000
+"""Of the setting `device`, over all ranks."""
+QUICK_MAX_REPLAY_S = 0.4
+"""Bounds the window of this setting, and so how long it takes."""
 HOSTS = 128
 """Of the job whose mean time between failures "auto" is given: that of the simulation."""
 IMPORTS = dict.fromkeys(managed_collision.ENGINES, ("torchrec.distributed.model_parallel",))
@@ -191,6 +197,8 @@ def run(arguments: Arguments) -> list[Row]:
         scale = replace(scale, pairs=arguments.pairs, launches=min(scale.launches, arguments.pairs))
     if arguments.setting == verification.NAME:
         return by_metric(of_verification(scale, arguments.engine, codes[0], arguments.seed))
+    if arguments.setting == device.NAME:
+        return by_metric(of_device(codes[0], arguments))
     if arguments.setting == managed_collision.NAME:
         if not arguments.quick and not arguments.pairs:
             scale = replace(scale, pairs=managed_collision.PAIRS)
@@ -222,6 +230,38 @@ def of_verification(scale: Scale, engine: str, code: Code, seed: int) -> list[Ro
     return verification.rows_of(answers, labels)
 
 
+def of_device(code: Code, arguments: Arguments) -> list[Row]:
+    """Measures steps whose device part sleeps, with commits beside them; see `device`."""
+    rounds = arguments.pairs or (3 if arguments.quick else 20)
+    setting = replace(
+        QUICK if arguments.quick else FULL, name=device.NAME, tables=1, dim=64, rows=DEVICE_ROWS, skew=0.0
+    )
+    setting = replace(setting, timeout_s=2 * setting.timeout_s)
+    if arguments.quick:
+        setting = replace(setting, rows=QUICK_DEVICE_ROWS)
+    rows: list[Row] = []
+    for step_ms in device.STEPS_MS[-1:] if arguments.quick else device.STEPS_MS:
+        _, answers = train(
+            setting,
+            "sparse",
+            code,
+            device.work,
+            step_ms,
+            QUICK_MAX_REPLAY_S if arguments.quick else None,
+            window="auto",
+            overlap=True,
+            steps=rounds,
+            seed=arguments.seed,
+        )
+        labels: dict[str, Label] = {
+            "code": f"({code.n}, {code.k})",
+            "setting": f"{device.NAME}: 1 x {setting.rows:,} x {setting.dim}",
+            "step_ms": step_ms,
+        }
+        rows += device.rows_of(answers, labels)
+    return rows
+
+
 def with_managed_collision(scale: Scale, engine: str, codes: Sequence[Code], seed: int) -> list[Row]:
     """Measures plain tables and those with a managed collision, each with a commit in each step.
 
@@ -247,14 +287,14 @@ def train(
     scale: Scale,
     engine: str,
     code: Code,
-    work: Callable[[Line, Order], None],
-    *,
+    work: Callable[..., None],
+    *more: object,
     window: Steps,
     overlap: bool,
     steps: int,
     seed: int,
 ) -> tuple[Order, list[Any]]:
-    """Calls `work` on all ranks, and leaves no arenas behind.
+    """Calls `work` on all ranks with a line, an order, and `more`; leaves no arenas behind.
 
     Returns:
         The order of the ranks, and the report of each.
@@ -290,7 +330,8 @@ def train(
     )
     with order.leaving_nothing():
         imports = IMPORTS.get(engine, ())
-        with Ranks(scale.ranks or order.n, work, order, deadline_s=order.timeout_s, imports=imports) as ranks:
+        ranks_ = scale.ranks or order.n
+        with Ranks(ranks_, work, order, *more, deadline_s=order.timeout_s, imports=imports) as ranks:
             answers = ranks.answers()
             ranks.finished()
     return order, answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,21 @@ def test_what_is_trained_outlives_the_process(tmp_path: Path) -> None:
     assert not living.paths
     trained(model, optimizer, 1)
     assert torch.equal(again.weight, model.weight)  # still one memory
+
+
+def test_a_later_life_reads_what_was_trained(tmp_path: Path) -> None:
+    table, steps = torch.arange(12, dtype=torch.float32).reshape(3, 4), torch.tensor(1.0)
+    living, turned = LivingTensors(tmp_path), table.t()[1:]
+    tensors = {"turned": turned, "steps": steps, "empty": torch.empty(0)}
+    living.move(lambda: tensors, survived=False)
+    places = json.loads(json.dumps(living.places(tensors)))
+    table.mul_(2), steps.add_(4)
+    again = LivingTensors(tmp_path)
+    found = again.read(places)
+    assert again.are_there(places) and found.keys() == {"turned", "steps"}
+    assert torch.equal(found["turned"], turned) and found["steps"].item() == 5
+    again.paths[0].unlink()
+    assert not again.are_there(places)
 
 
 def test_storages_without_bytes_stay(tmp_path: Path) -> None:
