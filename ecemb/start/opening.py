@@ -385,6 +385,13 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
     if session.rank == 0:
         _warn_of_lost(start.training.rank_state)
     write_to_header(memory, report)
+    replacement.write_widths(
+        {
+            one.table.widths
+            for one in memory.space.named
+            if one.table.layout.rows > 1 and not memory.kernels.has_loops(one.table.widths)
+        }
+    )
     hosts = len(set(session.hosts))
     start.request.window.take_up(memory, start.transport, hosts, overlap=start.request.overlap)
     level = logging.WARNING if report.lost else logging.INFO
