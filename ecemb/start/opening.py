@@ -335,9 +335,19 @@ def _restore(start: Start, memory: RankMemory) -> None:
         return
     _warn_of_next_loss(start.session, start.world)
     transport, training = start.transport, start.training
+
+    def scalars() -> bytes:
+        packed = rank_states.read(memory.rank_state)
+        training.rank_state.unpack_scalars(packed)
+        return packed
+
+    def rest() -> None:
+        training.replicated.load(slots, memory.committed)
+        # Rank state comes last: no random number may be drawn after its generators are restored.
+        training.rank_state.unpack(packed)
+
     with start.watch.phase("restore"):
-        packed = transport.together("reading rank state", lambda: rank_states.read(memory.rank_state))
-        transport.together("restoring scalars", lambda: training.rank_state.unpack_scalars(packed))
+        packed = transport.together("restoring scalars", scalars)
         counts = bytes(len(orders) for orders in training.buckets.state())
         buckets_fit = len(set(transport.gather(counts, "comparing gradient buckets"))) == 1
     if buckets_fit and any(counts):
@@ -345,9 +355,7 @@ def _restore(start: Start, memory: RankMemory) -> None:
             training.buckets.rehearse()
     with start.watch.phase("restore"):
         slots = gathered(memory, transport)
-        transport.together("restoring dense state", lambda: training.replicated.load(slots, memory.committed))
-        # Rank state comes last: no random number may be drawn after its generators are restored.
-        transport.together("restoring rank state", lambda: training.rank_state.unpack(packed))
+        transport.together("restoring dense and rank state", rest)
 
 
 def _saver(start: Start, memory: RankMemory) -> Saver:
