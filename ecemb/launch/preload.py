@@ -25,6 +25,7 @@ ALWAYS = (
     "torch.distributed.nn.functional",
     "torch._dynamo",  # every optimizer imports it at its construction
     "torch.profiler",
+    "torch.utils.serialization.config",  # torch.load imports it at its first call
     "encodings.idna",  # imported for a connection to a host by name
     "ecemb",
 )
