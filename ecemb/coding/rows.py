@@ -230,6 +230,11 @@ class Table:
             offset += column.row_bytes
         self._parts = Columns(layout.rows, parts)
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The bytes of a row in each column that has any."""
+        return self._parts.widths
+
     def gather(self, ids: Ids, out: Words) -> None:
         """Writes the records of rows `ids` (int64 [m]) to `out` (uint64 [m, record_words], overwritten)."""
         if len(ids) == 1 and 0 <= (row := int(ids[0])) < self.layout.rows:
@@ -246,6 +251,10 @@ class Table:
             old: uint64 [m, record_words], an earlier output of `gather` for these rows; read.
             out: uint64 [m, record_words], overwritten.
         """
+        if len(ids) == 1 and 0 <= (row := int(ids[0])) < self.layout.rows:
+            self._read(row, row + 1, out)  # no loop is compiled for the width of the rank state alone
+            np.bitwise_xor(out, old, out=out)
+            return
         self.kernels.change_records(self._parts, ids, old, out)
 
     def scatter_(self, ids: Ids, records: Words) -> None:

@@ -122,6 +122,13 @@ class Kernels(ABC):
         check_output("scatter_", "table", table, records=records)
         self._scatter(table, ids, records, column)
 
+    def has_loops(self, widths: tuple[int, ...]) -> bool:
+        """Whether nothing is left to compile for records of columns of these widths, in bytes."""
+        return True
+
+    def prepare(self, widths: tuple[int, ...]) -> None:  # noqa: B027 - others compile nothing
+        """Compiles what records of columns of these widths need; otherwise their first use does so."""
+
     @final
     def gather_records(self, columns: Columns, ids: Ids, out: Words) -> None:
         """Copies records of a table: for each row its columns side by side, and then zeros.

@@ -72,12 +72,27 @@ class Cpu(Kernels):
             some(0, ids.size)
 
     def _gather_records(self, columns: Columns, ids: Ids, out: Words) -> None:
-        pack, _ = _record_loops(self.products.vector_bytes, columns.widths)
+        pack, _ = self._record_loops(columns.widths)
         self._share_records(pack, columns, ids, _address(out))
 
     def _change_records(self, columns: Columns, ids: Ids, old: Words, out: Words) -> None:
-        _, differ = _record_loops(self.products.vector_bytes, columns.widths)
+        _, differ = self._record_loops(columns.widths)
         self._share_records(differ, columns, ids, _address(out), _address(old))
+
+    def has_loops(self, widths: tuple[int, ...]) -> bool:
+        """As in `Kernels`: whether this process has compiled the loops, or the one it was forked from."""
+        return (self.products.vector_bytes, widths) in _record_code
+
+    def prepare(self, widths: tuple[int, ...]) -> None:
+        """As in `Kernels`: compiles the loops, in 20 to 30 ms."""
+        self._record_loops(widths)
+
+    def _record_loops(self, widths: tuple[int, ...]) -> list[Callable[..., int]]:
+        unit = self.products.vector_bytes
+        if (found := _record_code.get((unit, widths))) is None:
+            loops = (record_loop(unit, widths, changes=one) for one in (False, True))
+            found = _record_code[unit, widths] = compiled(*loops)
+        return found
 
     def _share_records(self, loop: Callable[..., int], columns: Columns, ids: Ids, *records: int) -> None:
         bases, places, stride = _address(columns.addresses), _address(ids), 8 * columns.words
@@ -218,9 +233,8 @@ def _loops(products: Products) -> list[Callable[..., int]]:
     )
 
 
-@functools.cache
-def _record_loops(unit: int, widths: tuple[int, ...]) -> list[Callable[..., int]]:
-    return compiled(*(record_loop(unit, widths, changes=one) for one in (False, True)))
+_record_code: dict[tuple[int, tuple[int, ...]], list[Callable[..., int]]] = {}
+"""Bytes of a vector, widths of a record's columns -> their two loops."""
 
 
 @functools.cache

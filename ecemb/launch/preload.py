@@ -8,12 +8,13 @@ variable that differs between workers. An import can't be undone, so the caller 
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 
 from .wire import is_of_a_worker
@@ -24,6 +25,7 @@ ALWAYS = (
     "torch.distributed.nn.functional",
     "torch._dynamo",  # every optimizer imports it at its construction
     "torch.profiler",
+    "torch.utils.serialization.config",  # torch.load imports it at its first call
     "encodings.idna",  # imported for a connection to a host by name
     "ecemb",
 )
@@ -94,6 +96,21 @@ def load(name: str) -> None:
         importlib.import_module("ecemb.kernels.contract").get_kernels("cpu")
         importlib.import_module("ecemb.net.mesh").loop()
         importlib.import_module("ecemb.net.watch").beat_loop()
+
+
+def prepare(widths: Collection[tuple[int, ...]]) -> None:
+    """Compiles the loops for records of these widths in a process that has ecemb imported; else does nothing.
+
+    Args:
+        widths: bytes of each column of a record; of several tables.
+    """
+    contract = sys.modules.get("ecemb.kernels.contract")
+    if contract is None or "ecemb.kernels.cpu" not in sys.modules:
+        return
+    for one in widths:
+        contract.get_kernels("cpu").prepare(one)
+    gc.collect()  # what compiling has left is not for workers to collect
+    gc.freeze()
 
 
 def residue(children: int) -> str | None:

@@ -144,6 +144,8 @@ class Server:
         self._dying: set[int] = set()  # killed, because their connections have ended
         self._round_is_fine = True
         self._used = False
+        self._widths: set[tuple[int, ...]] = set()  # of records of the workers' tables; see `_compile`
+        self._compiled: set[tuple[int, ...]] = set()  # those of them for which loops were compiled
         self._retired = False
         self._asked_to_end = False  # by a signal
         self._since = time.monotonic()
@@ -256,7 +258,24 @@ class Server:
                 work = self._start(client, client.request)
                 if work is not None:
                     return work
+        self._compile()
         return None
+
+    def _note_widths(self, client: _Client) -> None:
+        if client.page is not None:
+            self._widths |= replacement.read_widths(client.page)
+
+    def _compile(self) -> None:
+        """Compiles loops that workers compile after the fork, so that their successors have them."""
+        for client in self._clients.values():
+            self._note_widths(client)
+        if not (new := self._widths - self._compiled):
+            return
+        self._compiled |= new
+        try:
+            preload.prepare(new)
+        except Exception as error:  # noqa: BLE001 - workers compile them, as without this
+            self._complain(f"loops can't be compiled ahead: {error!r}")
 
     def _note_signal(self, *_: object) -> None:
         self._asked_to_end = True
@@ -529,6 +548,7 @@ class Server:
                 if client.worker == pid:
                     client.worker = None
                     self._note_end(fine=status == 0)
+                    self._note_widths(client)
                     page = client.page
                     end, went_on = (0, False) if page is None else replacement.read_page(page)
                     message = {"what": "ended", "status": status, "end": int(end), "progress": went_on}

@@ -14,7 +14,12 @@ Must not know: sockets, and who forks.
 from __future__ import annotations
 
 import mmap
+import os
+import signal
+import struct
 import threading
+from collections.abc import Collection
+from contextlib import suppress
 from enum import IntEnum
 
 
@@ -39,8 +44,12 @@ predecessors: int = 0
 rejoins: int = 0
 """How often this process has stayed after another worker's death, and met the others again."""
 
-_END, _PROGRESS = 0, 1  # bytes of the page
+_END, _PROGRESS, _WIDTHS = 0, 1, 4  # bytes of the page
+_NUMBER = struct.Struct("<I")
+MOST_WIDTHS, MOST_RECORD_BYTES = 256, 1 << 13
+"""Numbers on the page, and bytes of a record, for which the server compiles."""
 _page: mmap.mmap | None = None
+_server = 0
 _lock = threading.Lock()
 
 
@@ -62,8 +71,8 @@ def begin(page: mmap.mmap | None, replaced: int) -> None:
         page: shared with the fork server; None if it may not be replaced.
         replaced: number of its predecessors.
     """
-    global _page, predecessors, rejoins
-    _page, predecessors, rejoins = page, replaced, 0
+    global _page, _server, predecessors, rejoins
+    _page, _server, predecessors, rejoins = page, os.getppid(), replaced, 0
 
 
 def is_possible() -> bool:
@@ -117,6 +126,46 @@ def made_progress() -> None:
     """A step was committed in this process: its death is no sign that a replacement would die as well."""
     if _page is not None:
         _page[_PROGRESS] = 1
+
+
+def write_widths(tables: Collection[tuple[int, ...]]) -> None:
+    """Says for which records this process compiles loops: processes that are forked later have them.
+
+    Args:
+        tables: for each table the bytes of a row in each column; too many of them are left out.
+    """
+    if _page is None or _number(_page, 0):
+        return
+    numbers: list[int] = []
+    for widths in sorted(set(tables)):
+        if 0 < sum(widths) <= MOST_RECORD_BYTES and len(numbers) + 1 + len(widths) <= MOST_WIDTHS:
+            numbers += [len(widths), *widths]
+    for place, number in enumerate(numbers, 1):
+        _NUMBER.pack_into(_page, _WIDTHS + place * _NUMBER.size, number)
+    _NUMBER.pack_into(_page, _WIDTHS, len(numbers))  # last: the server may read meanwhile
+    if numbers:
+        with suppress(OSError):  # it has ended, or this process has become another user's
+            os.kill(_server, signal.SIGCHLD)
+
+
+def read_widths(page: mmap.mmap) -> set[tuple[int, ...]]:
+    """What a worker's `write_widths` has written; an empty set for anything else."""
+    found = set[tuple[int, ...]]()
+    place, end = 1, _number(page, 0)
+    if end > MOST_WIDTHS:
+        return found
+    while place <= end:
+        count = _number(page, place)
+        widths = tuple(_number(page, place + one) for one in range(1, min(count, end - place) + 1))
+        if not 0 < count == len(widths) or not 0 < sum(widths) <= MOST_RECORD_BYTES or 0 in widths:
+            return set()
+        found.add(widths)
+        place += 1 + count
+    return found
+
+
+def _number(page: mmap.mmap, place: int) -> int:
+    return _NUMBER.unpack_from(page, _WIDTHS + place * _NUMBER.size)[0]
 
 
 def _write(end: End) -> None:

@@ -55,7 +55,7 @@ MOST_BYTES = 4 << 20
 """Largest value. torch's store accepts 8 MiB, and resets a connection that sends more."""
 _COUNTS, _AGAIN = "counts", "again"
 _OWN_STORE = "Give the launch an --rdzv-id and --rdzv-endpoint of its own"
-_SHORTEST_S, _LONGEST_S = 0.005, 0.05  # between two reads of a counter
+_SHORTEST_S, _LONGEST_S, _GROWTH = 0.003, 0.05, 1.25  # between two reads of a counter
 _ROUNDING_S = 0.01  # the store rounds deadlines
 _AGAIN_S = 0.25  # before entries are read again, as one may be of a dead worker with a successor
 
@@ -187,6 +187,18 @@ class _StoreClient:
         for key in keys:
             self._asked(lambda: self._store.delete_key(key))  # noqa: B023
 
+    def comes(self, key: str, most_s: float) -> bool:
+        """Waits for a value, for `most_s` or until the deadline. Returns whether the key has one."""
+        most_s = max(min(most_s, self.deadline - time.monotonic()), 0)
+        waits_until = time.monotonic() + most_s
+        try:
+            self._store.wait([key], timedelta(seconds=most_s + _ROUNDING_S))
+        except RuntimeError as error:
+            if time.monotonic() < waits_until:
+                raise _gone(error) from error
+            return False
+        return True
+
     def wait(self, key: str) -> str:
         """Waits for a value.
 
@@ -222,7 +234,7 @@ class _StoreClient:
             if time.monotonic() > self.deadline:
                 return
             time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _LONGEST_S)
+            pause_s = min(pause_s * _GROWTH, _LONGEST_S)
 
     def _asked(self, act: Callable[[], T]) -> T:
         try:
@@ -320,15 +332,11 @@ class _Leader:
         Raises:
             RendezvousError: neither at the deadline.
         """
-        again_at = time.monotonic() + _AGAIN_S
-        for _ in self._client.looks():
-            if self._client.has(f"verdict/{name}"):
+        while time.monotonic() < self._client.deadline:
+            if self._client.comes(f"verdict/{name}", _AGAIN_S):
                 return None
-            if (
-                time.monotonic() > again_at
-                and (arrivals := self._client.add("arrivals", 0)) != self._arrivals
-            ):
-                self._arrivals, again_at = arrivals, time.monotonic() + _AGAIN_S
+            if (arrivals := self._client.add("arrivals", 0)) != self._arrivals:
+                self._arrivals = arrivals
                 again = self._read()
                 if [one.workers for one in again] != [one.workers for one in announced]:
                     return again

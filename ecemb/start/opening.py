@@ -350,9 +350,19 @@ def _restore(start: Start, memory: RankMemory) -> None:
         return
     _warn_of_next_loss(start.session, start.world)
     transport, training = start.transport, start.training
+
+    def scalars() -> bytes:
+        packed = rank_states.read(memory.rank_state)
+        training.rank_state.unpack_scalars(packed)
+        return packed
+
+    def rest() -> None:
+        training.replicated.load(slots, memory.committed)
+        # Rank state comes last: no random number may be drawn after its generators are restored.
+        training.rank_state.unpack(packed)
+
     with start.watch.phase("restore"):
-        packed = transport.together("reading rank state", lambda: rank_states.read(memory.rank_state))
-        transport.together("restoring scalars", lambda: training.rank_state.unpack_scalars(packed))
+        packed = transport.together("restoring scalars", scalars)
         counts = bytes(len(orders) for orders in training.buckets.state())
         buckets_fit = len(set(transport.gather(counts, "comparing gradient buckets"))) == 1
     if buckets_fit and any(counts):
@@ -360,9 +370,7 @@ def _restore(start: Start, memory: RankMemory) -> None:
             training.buckets.rehearse()
     with start.watch.phase("restore"):
         slots = gathered(memory, transport)
-        transport.together("restoring dense state", lambda: training.replicated.load(slots, memory.committed))
-        # Rank state comes last: no random number may be drawn after its generators are restored.
-        transport.together("restoring rank state", lambda: training.rank_state.unpack(packed))
+        transport.together("restoring dense and rank state", rest)
 
 
 def _saver(start: Start, memory: RankMemory) -> Saver:
@@ -400,6 +408,13 @@ def _report(start: Start, memory: RankMemory, report: RecoveryReport) -> None:
     if session.rank == 0:
         _warn_of_lost(start.training.rank_state)
     write_to_header(memory, report)
+    replacement.write_widths(
+        {
+            one.table.widths
+            for one in memory.space.named
+            if one.table.layout.rows > 1 and not memory.kernels.has_loops(one.table.widths)
+        }
+    )
     hosts = len(set(session.hosts))
     start.request.window.take_up(memory, start.transport, hosts, overlap=start.request.overlap)
     level = logging.WARNING if report.lost else logging.INFO

@@ -285,7 +285,7 @@ class RankState:
 
     def unpack_scalars(self, data: bytes) -> None:
         """Restores only the tables' scalars."""
-        self._set_scalars(_taken_apart(data)[1]["scalars"])
+        self._set_scalars(_scalars(data))
 
     def take_scalars(self, own: bytes, of_ranks: Sequence[bytes]) -> None:
         """Restores the tables' scalars: this rank's own, and from other ranks those that it lacks.
@@ -369,6 +369,25 @@ def _taken_apart(data: bytes) -> tuple[Any, Any]:
     Raises:
         InconsistentArenas: the data are not those of `pack`.
     """
+    sections = _sections(data)
+    if len(sections) == 2:
+        return load(sections[0]), load(sections[1])
+    scalars, rest, drawn = map(unpacked, sections)
+    return drawn, {"scalars": scalars, **rest}
+
+
+def _scalars(data: bytes) -> Any:
+    """The tables' scalars in the result of `RankState.pack`; nothing else of it is read.
+
+    Raises:
+        InconsistentArenas: the data are not those of `pack`.
+    """
+    sections = _sections(data)
+    return load(sections[1])["scalars"] if len(sections) == 2 else unpacked(sections[0])
+
+
+def _sections(data: bytes) -> list[bytes]:
+    """Scalars, objects and generators; of an earlier version of ecemb, generators and the rest."""
     if data.startswith(_MARK):
         _, *sizes = _SIZES.unpack(data[: _SIZES.size].ljust(_SIZES.size, b"\xff"))
         what, edges = "scalars, objects and generators", [*itertools.accumulate(sizes, initial=_SIZES.size)]
@@ -380,16 +399,12 @@ def _taken_apart(data: bytes) -> tuple[Any, Any]:
             f"{len(data)} bytes of packed state announce {sum(sizes)} bytes of {what}: their "
             f"memory is damaged, or another version of ecemb wrote them"
         )
-    sections = [data[low:high] for low, high in itertools.pairwise(edges)]
-    if len(sections) == 2:
-        return load(sections[0]), load(sections[1])
-    scalars, rest, drawn = map(unpacked, sections)
-    return drawn, {"scalars": scalars, **rest}
+    return [data[low:high] for low, high in itertools.pairwise(edges)]
 
 
 def scalars_in(states: Sequence[bytes]) -> bytes:
     """The joined tables' scalars of several results of `RankState.pack`, for `RankState.take_scalars`."""
-    return dump(functools.reduce(joined_scalars, (_taken_apart(data)[1]["scalars"] for data in states)))
+    return dump(functools.reduce(joined_scalars, map(_scalars, states)))
 
 
 def layout(size_bytes: int) -> TableLayout:

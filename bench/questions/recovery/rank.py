@@ -148,16 +148,16 @@ def train(kind: type[Training], order: Order, marks: dict[str, float], place: Pl
         join(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     marks["process group"] = time.monotonic()
     if place is not None and kind.is_kept:
-        training = copy.copy(place.keep("model", lambda: built(kind, order)))  # what is kept has no guard
+        training = copy.copy(place.keep("model", lambda: built(kind, order, None)))  # no guard is kept
     else:
-        training = built(kind, order)
+        training = built(kind, order, place)
     training.run(marks)
     dist.destroy_process_group()
 
 
-def built(kind: type[Training], order: Order) -> Training:
+def built(kind: type[Training], order: Order, place: Place | None) -> Training:
     """A training with its model."""
-    training = kind(order)
+    training = kind(order, place)
     training.build()
     return training
 
@@ -181,14 +181,15 @@ class Training:
 
     Attributes:
         is_kept: Whether a process that stays keeps the model: it has no process group.
+        place: Of a training that isn't kept, where its process stays: keeps parts of it.
     """
 
     is_kept: ClassVar[bool] = False
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, place: Place | None = None) -> None:
         import torch.distributed as dist
 
-        self.order = order
+        self.order, self.place = order, place
         self.life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         self.marks: dict[str, float] = {}
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()

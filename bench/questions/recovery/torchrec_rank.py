@@ -6,6 +6,7 @@ files are those of `rank`.
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from bench.questions.recovery.rank import Order, Training, process_began, run
 MARKS = {"process": process_began(), "interpreter": time.monotonic()}
 
 import torch  # noqa: E402 - imports are measured one by one
+import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
@@ -23,6 +25,9 @@ MARKS["import torch"] = time.monotonic()
 
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: E402
 from torchrec.distributed import DistributedModelParallel  # noqa: E402
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology  # noqa: E402
+from torchrec.distributed.sharding_plan import get_default_sharders  # noqa: E402
+from torchrec.distributed.types import ShardingPlan  # noqa: E402
 from torchrec.models.dlrm import DLRM  # noqa: E402
 from torchrec.optim import RowWiseAdagrad, apply_optimizer_in_backward  # noqa: E402
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noqa: E402
@@ -60,15 +65,25 @@ class Clicks(Training):
             ],
         )
         apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.03})
-        self.model = DistributedModelParallel(
-            DLRM(tables, INTEGERS, dense_arch_layer_sizes=[64, DIM], over_arch_layer_sizes=[64, 1]),
-            device=torch.device("cpu"),
-        )
+        dlrm = DLRM(tables, INTEGERS, dense_arch_layer_sizes=[64, DIM], over_arch_layer_sizes=[64, 1])
+        self.model = DistributedModelParallel(dlrm, device=torch.device("cpu"), plan=self.plan(dlrm))
         dense = KeyedOptimizerWrapper(
             dict(in_backward_optimizer_filter(self.model.named_parameters())),
             lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
         )
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
+
+    def plan(self, dlrm: nn.Module) -> ShardingPlan | None:
+        """TorchRec's own plan, which rank 0 keeps where its process stays; None: it is made each time."""
+        if self.place is None:
+            return None
+        topology = Topology(self.ranks, "cpu", local_world_size=self.ranks)
+        planner = EmbeddingShardingPlanner(topology=topology)
+        plans: list[ShardingPlan | None] = [None]
+        if self.rank == 0:
+            plans = [self.place.keep("plan", lambda: planner.plan(dlrm, get_default_sharders()))]
+        dist.broadcast_object_list(plans)
+        return copy.deepcopy(plans[0])  # rank 0 keeps it as it is
 
     def protected(self) -> tuple[nn.Module, Sequence[Optimizer]]:
         return self.model, [self.optimizer]

@@ -267,3 +267,23 @@ def test_a_signal_ends_a_server_without_a_worker(here: Home) -> None:
         os.kill(server, signal.SIGTERM)
         eventually(lambda: not alive(server))
     assert not here.sockets()
+
+
+DIES = """
+import os, signal
+from ecemb.kernels.contract import get_kernels
+from ecemb.net import replacement
+before = replacement.predecessors
+print(before, get_kernels("cpu").has_loops((48, 8)), flush=True)
+replacement.join()
+replacement.made_progress()
+if before == 0:
+    replacement.write_widths([(48, 8)])
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_successor_has_the_loops_that_its_predecessor_compiled(here: Home) -> None:
+    stub = here.start(here.write("dies.py", DIES), options=())
+    out, err = stub.communicate()
+    assert (out, err, stub.returncode) == ("0 False\n1 True\n", "", 0)

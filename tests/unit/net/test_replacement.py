@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -61,6 +62,43 @@ def test_a_page_of_nonsense_is_a_plain_end() -> None:
     page = replacement.new_page()
     page[0] = 200
     assert replacement.read_page(page) == (End.PLAIN, False)
+
+
+def test_a_server_reads_the_widths_of_its_workers() -> None:
+    page, heard = replacement.new_page(), list[int]()
+    before = signal.signal(signal.SIGCHLD, lambda number, _: heard.append(number))
+    try:
+        pid = os.fork()
+        if pid == 0:
+            replacement.begin(page, 0)
+            replacement.write_widths([(256, 256), (64, 4, 4), (256, 256)])
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(pid, 0)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert replacement.read_widths(page) == {(256, 256), (64, 4, 4)}
+    assert signal.SIGCHLD in heard
+    assert replacement.read_page(page) == (End.PLAIN, False)
+
+
+def test_widths_for_which_there_is_no_room_are_left_out() -> None:
+    page = replacement.new_page()
+    pid = os.fork()
+    if pid == 0:
+        replacement.begin(page, 0)
+        too_wide = replacement.MOST_RECORD_BYTES + 1
+        replacement.write_widths([(), (0,), (too_wide,), *((one,) for one in range(1, 1000))])
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert replacement.read_widths(page) == {(one,) for one in range(1, 1 + replacement.MOST_WIDTHS // 2)}
+
+
+@pytest.mark.parametrize("numbers", [(1, 1), (2, 2, 4), (2, 1, 0), (2, 1, 1 << 20), (2, 0, 8), (1 << 30,)])
+def test_widths_of_nonsense_are_none(numbers: tuple[int, ...]) -> None:
+    page = replacement.new_page()
+    for place, number in enumerate(numbers):
+        struct.pack_into("<I", page, 4 + 4 * place, number)
+    assert replacement.read_widths(page) == set()
 
 
 def test_deaths_without_a_step_are_few() -> None:
