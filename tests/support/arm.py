@@ -1,8 +1,8 @@
 """Runs the tests of kernels and of arenas on aarch64, emulated by qemu: `make arm`.
 
 Debian's Python for arm64 and wheels for aarch64 are unpacked into build/arm; nothing is installed. torch
-isn't among them: its build for aarch64 needs CUDA's libraries. The tests below don't import it. An emulator on
-x86-64 shows instructions, and not the memory order of an aarch64 processor.
+isn't among them, as its build for aarch64 needs CUDA's libraries, and the tests below don't import it. An
+emulator on x86-64 shows instructions, and not the memory order of an aarch64 processor.
 """
 
 from __future__ import annotations
