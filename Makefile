@@ -21,7 +21,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 test-kubernetes docs site pages package release-check model compat simulator defects failures cluster cluster-compare moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 test-kubernetes docs site pages package release-check model compat arm simulator defects failures cluster cluster-compare moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -125,6 +125,9 @@ model: $(READY)  ## search all states of the protocol, and what each of its rule
 
 compat: $(READY)  ## another set of torch, TorchRec and FBGEMM, in build/compat (VERSION=2.14): contracts, scenarios, demo
 	$(BIN)/python tests/support/compat.py $(VERSION) --json bench/results/compat-$(VERSION).json $(ARGS)
+
+arm: $(READY)  ## tests of kernels and arenas on aarch64, emulated by qemu: downloads arm64 packages (ARGS=tests/contracts)
+	$(BIN)/python tests/support/arm.py $(ARGS)
 
 simulator: $(READY)  ## whole jobs in one process, with failures by seed: SEEDS=200 (ARGS="--first 1000")
 	$(BIN)/python tests/simulator --seeds $(SEEDS) $(ARGS)

@@ -11,8 +11,8 @@ import sys
 
 from .errors import ConfigurationError
 
-PLATFORMS = frozenset({("linux", "x86_64")})
-"""(`sys.platform`, machine) of those that the tests run on."""
+PLATFORMS = frozenset({("linux", "x86_64"), ("linux", "aarch64")})
+"""(`sys.platform`, machine). All tests run on x86-64; those of `make arm` run under emulation of aarch64."""
 OLDEST_TORCH, TESTED_TORCH, NEWEST_TORCH = (2, 11), (2, 13), (2, 14)
 """What has run on a GPU; what all tests run with; the newest accepted one, which `make compat` ran with."""
 
@@ -26,8 +26,8 @@ def check_platform() -> None:
     machine = os.uname().machine if hasattr(os, "uname") else os.environ.get("PROCESSOR_ARCHITECTURE", "?")
     if (sys.platform, machine) not in PLATFORMS:
         raise ConfigurationError(
-            f"ecemb runs on Linux on x86-64, and this is {sys.platform} on {machine}: train on such a "
-            f"machine, or in a container or a virtual machine of one"
+            f"ecemb runs on Linux on x86-64 or aarch64, and this is {sys.platform} on {machine}: train on "
+            f"such a machine, or in a container or a virtual machine of one"
         )
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 
 from support import reach
 
-pytest_plugins = ["support.seeds", "support.skips"]
+pytest_plugins = ["support.arena_folder", "support.seeds", "support.skips"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as `&` of a script leaves it to what it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -85,13 +84,6 @@ def pytest_collection_finish() -> None:
     """What is there by now stays: tests that collect garbage need not go through all of it each time."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture
-def arena_dir() -> Iterator[Path]:
-    """A folder in memory."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-        yield Path(path)
 
 
 @pytest.fixture

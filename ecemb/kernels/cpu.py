@@ -14,7 +14,7 @@ x. So each weight is one 8 x 8 matrix of bits, and there are three ways to apply
 - `affine`: processors with GFNI multiply 64, 32 or 16 bytes by a matrix of bits in one instruction.
 - `shuffle`: with SSSE3 or more, one instruction looks 16 to 64 bytes up in a table of 16: one table for the
   low four bits of x, one for the high four, as in Plank, Greenan, Miller: Screaming Fast Galois Field
-  Arithmetic Using Intel SIMD Instructions, FAST 2013.
+  Arithmetic Using Intel SIMD Instructions, FAST 2013. On aarch64, NEON looks 16 bytes up.
 - `planes`: on every processor, bit by bit as in the formula.
 """
 
@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, final
 
 import numpy as np
@@ -573,13 +573,25 @@ def _bit(e: Emitter, index: Value) -> tuple[Value, Value]:
 
 Way = Literal["affine", "shuffle", "planes"]
 
+PSHUFB: Final = {16: "x86.ssse3.pshuf.b.128", 32: "x86.avx2.pshuf.b", 64: "x86.avx512.pshuf.b.512"}
+"""LLVM's names of x86's instructions that look bytes up in a table of 16, by the size of their vectors."""
+TBL: Final = {16: "aarch64.neon.tbl1.v16i8"}
+"""The same for aarch64."""
+
 
 @dataclass(frozen=True)
 class Products:
-    """A way to multiply in GF(2^8), in vectors of 16, 32 or 64 bytes."""
+    """A way to multiply in GF(2^8), in vectors of 16, 32 or 64 bytes.
+
+    Attributes:
+        way: which one of the three.
+        vector_bytes: bytes of a vector.
+        lookups: for `shuffle`, the processor's instruction that looks bytes up, for each size of a vector.
+    """
 
     way: Way
     vector_bytes: int
+    lookups: Mapping[int, str] = field(default_factory=lambda: PSHUFB, repr=False, compare=False)
 
     def constants(self) -> NDArray[np.uint8]:
         """Returns uint8 [256, c]: for each weight the bytes that `prepare` reads."""
@@ -616,9 +628,8 @@ class Products:
         else:
             low = make.and_(wide, ir.Constant(wide.type, [15] * full))
             high = make.lshr(wide, ir.Constant(wide.type, [4] * full))
-            name = {16: "ssse3.pshuf.b.128", 32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}[full]
             looked_up = (
-                emitter.call(f"llvm.x86.{name}", wide.type, table, index)
+                emitter.call(f"llvm.{self.lookups[full]}", wide.type, table, index)
                 for table, index in zip(fitting, (low, high), strict=True)
             )
             product = make.xor(*looked_up)
@@ -628,6 +639,8 @@ class Products:
 def available() -> list[Products]:
     """Returns the ways that this processor supports, fastest first."""
     has = features()
+    if "neon" in has:
+        return [Products("shuffle", 16, TBL), Products("planes", 16)]
     sizes = [size for size, feature in ((64, "avx512bw"), (32, "avx2")) if feature in has]
     found = [Products("affine", size) for size in sizes if "gfni" in has]
     found += [Products("shuffle", size) for size in (*sizes, 16) if "ssse3" in has]

@@ -149,7 +149,8 @@ class Emitter:
     def in_order(self) -> None:
         """Orders stores: a process that ends at any moment has made no later store without all earlier ones.
 
-        A fence for the compiler only.
+        A fence for the compiler only, on each architecture: docs/assumptions.md says why no processor needs
+        one.
         """
         self.make.fence("seq_cst", "singlethread")
 
@@ -159,10 +160,24 @@ class Emitter:
         self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(address), *flags)
 
 
+BASELINES: Final = {"aarch64": frozenset({"neon"})}
+"""For each architecture the features that all its processors have, and that LLVM may not report."""
+
+
 @functools.cache
 def features() -> frozenset[str]:
     """The features of this processor that the operating system has enabled, by LLVM's names."""
-    return frozenset(name for name, has in binding.get_host_cpu_features().items() if has)
+    architecture = binding.get_process_triple().partition("-")[0]
+    reported = frozenset(name for name, has in _reported_features().items() if has)
+    return reported | BASELINES.get(architecture, frozenset())
+
+
+def _reported_features() -> Any:
+    """The features by name, as LLVM reports them; none where LLVM can't read them."""
+    try:
+        return binding.get_host_cpu_features()
+    except RuntimeError:
+        return binding.FeatureMap()
 
 
 def engine(source: str = "") -> Any:
@@ -173,7 +188,7 @@ def engine(source: str = "") -> Any:
     """
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    flat = binding.get_host_cpu_features().flatten()
+    flat = _reported_features().flatten()
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(cpu=binding.get_host_cpu_name(), features=flat, opt=2, jit=True)
     return binding.create_mcjit_compiler(binding.parse_assembly(source), machine)

@@ -7,6 +7,8 @@ than a vector or a chunk.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import random
 import sys
@@ -19,7 +21,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bench.questions.gpu.cuda import Cuda
 from ecemb.errors import EcembError, KernelError, KernelUnavailable
 from ecemb.kernels import contract, cpu
 from ecemb.kernels import contract as kernels
@@ -49,8 +50,9 @@ WORKS = {
     "reference": kernels.get_kernels("reference"),
     **{f"cpu, {way.way} of {way.vector_bytes} bytes": Cpu(way) for way in cpu.available()},
     "cpu, 3 threads": shared(),
-    "cuda": Cuda(),
 }
+if importlib.util.find_spec("torch"):  # `make arm` has none
+    WORKS["cuda"] = importlib.import_module("bench.questions.gpu.cuda").Cuda()
 
 
 @pytest.fixture(

@@ -29,7 +29,7 @@ class Machine:
 
 @pytest.mark.parametrize(
     ("platform", "machine"),
-    [("darwin", "arm64"), ("linux", "aarch64"), ("win32", "AMD64"), ("linux", "i686")],
+    [("darwin", "arm64"), ("linux", "armv7l"), ("win32", "AMD64"), ("linux", "i686")],
 )
 def test_another_platform_is_refused(
     platform: str, machine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -40,13 +40,19 @@ def test_another_platform_is_refused(
         monkeypatch.setenv("PROCESSOR_ARCHITECTURE", machine)
     else:
         monkeypatch.setattr(os, "uname", lambda: Machine(machine))
-    said = f"ecemb runs on Linux on x86-64, and this is {platform} on {machine}: train on such a machine"
+    said = f"ecemb runs on Linux on x86-64 or aarch64, and this is {platform} on {machine}: train on such a"
     for use in (requirements.check, lambda: ecemb.__getattr__("protect")):
         with pytest.raises(ConfigurationError, match=said):
             use()
     assert main(["plan", "--hosts", "4"]) == 1
     assert capsys.readouterr().err.startswith(f"ecemb: {said}")
     assert main([]) == 2
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_linux_on_either_processor_is_accepted(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "uname", lambda: Machine(machine))
+    requirements.check()
 
 
 def test_without_torch(

@@ -17,6 +17,7 @@ PRODUCTS = np.asarray(FIELD.elements[:, None] * FIELD.elements[None, :], np.uint
     ("features", "expected"),
     [
         (set[str](), ["planes 16"]),
+        ({"neon"}, ["shuffle 16", "planes 16"]),
         ({"ssse3"}, ["shuffle 16", "planes 16"]),
         ({"ssse3", "avx2"}, ["shuffle 32", "shuffle 16", "planes 32"]),
         ({"ssse3", "gfni"}, ["shuffle 16", "planes 16"]),  # its wider forms come with AVX

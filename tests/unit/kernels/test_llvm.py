@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from ecemb.kernels import llvm
 from ecemb.kernels.llvm import Emitter, Value, compiled, number, vector
 
 
@@ -57,3 +58,19 @@ def test_pieces_cover_every_byte_once(size: int) -> None:
     (function,) = compiled(e.end())
     function(memory[3:].ctypes.data, size)
     assert memory.tolist() == [0] * 3 + [1] * size + [0] * (197 - size)
+
+
+@pytest.mark.parametrize(
+    ("triple", "known"),
+    [("aarch64-unknown-linux-gnu", {"neon"}), ("x86_64-unknown-linux-gnu", set[str]())],
+)
+def test_without_reported_features_there_are_those_of_the_architecture(
+    monkeypatch: pytest.MonkeyPatch, triple: str, known: set[str]
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("LLVM can't read them")
+
+    monkeypatch.setattr(llvm.binding, "get_host_cpu_features", refuse)
+    monkeypatch.setattr(llvm.binding, "get_process_triple", lambda: triple)
+    assert llvm.features.__wrapped__() == known
+    assert llvm.engine()

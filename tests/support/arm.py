@@ -1,0 +1,152 @@
+"""Runs the tests of kernels and of arenas on aarch64, emulated by qemu: `make arm`.
+
+Debian's Python for arm64 and wheels for aarch64 are unpacked into build/arm; nothing is installed. torch
+isn't among them, as its build for aarch64 needs CUDA's libraries, and the tests below don't import it. An
+emulator on x86-64 shows instructions, and not the memory order of an aarch64 processor.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support import reach  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "arm"
+QEMU = "qemu-aarch64-static"
+PYTHON = "3.11"
+NEEDS = f"""make arm needs, on Debian 12 as root:
+    apt-get install qemu-user-static
+    dpkg --add-architecture arm64 && apt-get update
+(nothing of arm64 is installed; {QEMU} runs Debian's Python {PYTHON} from build/arm)"""
+
+DEBS = [
+    "python3.11",
+    "python3.11-minimal",
+    "libpython3.11-minimal",
+    "libpython3.11-stdlib",
+    "libc6",
+    "libgcc-s1",
+    "libstdc++6",
+    "zlib1g",
+    "libexpat1",
+    "libffi8",
+    "libssl3",
+    "libbz2-1.0",
+    "liblzma5",
+    "libsqlite3-0",
+    "libuuid1",
+    "libncursesw6",
+    "libtinfo6",
+    "libreadline8",
+    "libnsl2",
+    "libtirpc3",
+    "libdb5.3",
+    "libcrypt1",
+    "libgomp1",
+]
+WHEELS = [
+    "numpy",
+    "llvmlite",
+    "numba",
+    "galois",
+    "hypothesis",
+    "sortedcontainers",
+    "attrs",
+    "pytest",
+    "pytest-timeout",
+    "pluggy",
+    "iniconfig",
+    "packaging",
+    "pygments",
+    "typing_extensions",
+    "psutil",
+]
+PLATFORMS = [
+    "manylinux2014_aarch64",
+    "manylinux_2_17_aarch64",
+    "manylinux_2_27_aarch64",
+    "manylinux_2_28_aarch64",
+]
+# qemu 7.2 answers 0 to MADV_POPULATE_WRITE and backs nothing, so test_backing is left out. It starts no other
+# program without binfmt_misc, so tests that start processes are left out.
+TESTS = [
+    "tests/contracts/test_kernels.py",
+    *(f"tests/unit/memory/test_{name}.py" for name in ("arena", "header", "shared_mapping")),
+]
+
+
+def unpack() -> None:
+    """Makes build/arm: root, a system with Python, and site, its packages."""
+    if (BUILD / "ready").exists():
+        return
+    shutil.rmtree(BUILD, ignore_errors=True)
+    for folder in ("debs", "wheels", "root", "site"):
+        (BUILD / folder).mkdir(parents=True)
+    subprocess.run(
+        ["apt-get", "download", *(f"{name}:arm64" for name in DEBS)], cwd=BUILD / "debs", check=True
+    )
+    for deb in (BUILD / "debs").iterdir():
+        subprocess.run(["dpkg-deb", "-x", deb, BUILD / "root"], check=True)
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+    pip += ["--python-version", PYTHON, *(f"--platform={name}" for name in PLATFORMS)]
+    subprocess.run([*pip, "-d", BUILD / "wheels", *WHEELS], check=True)
+    for wheel in (BUILD / "wheels").iterdir():
+        with zipfile.ZipFile(wheel) as file:
+            file.extractall(BUILD / "site")
+    (BUILD / "ready").touch()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out tests that start processes, for this module as pytest's plugin."""
+    items[:] = [
+        item
+        for item in items
+        if isinstance(item, pytest.Function)
+        and "processes"
+        not in reach.kinds(item.path, frozenset({item.originalname, *item.fixturenames} | _owner(item)))
+    ]
+
+
+def _owner(item: pytest.Function) -> set[str]:
+    return {item.cls.__name__} if item.cls else set()
+
+
+def main() -> int:
+    if not shutil.which(QEMU) or not shutil.which("apt-get"):
+        print(NEEDS, file=sys.stderr)
+        return 1
+    try:
+        unpack()
+    except subprocess.CalledProcessError as error:
+        print(f"{NEEDS}\n{error}", file=sys.stderr)
+        return 1
+    command = [QEMU, "-L", str(BUILD / "root"), str(BUILD / "root" / "usr/bin" / f"python{PYTHON}")]
+    command += [
+        "-m",
+        "pytest",
+        "--noconftest",
+        "-p",
+        "support.seeds",
+        "-p",
+        "support.arena_folder",
+        "-p",
+        "no:cacheprovider",
+    ]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", BUILD / "site")))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *(sys.argv[1:] or TESTS)], cwd=ROOT, env=environment, check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
