@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support import reach  # noqa: E402
+from support import reach
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "arm"

@@ -20,10 +20,10 @@ dense part and the engines of `python -m bench overhead`:
    - `fixed_..._s`, `..._per_gb`: the same of tables of no size, and for each GB of a rank's tables and their
      optimizer state, by a line through tables of two sizes.
    - `save_written_bytes`, `save_sent_bytes`: by a rank.
-3. *Failures*. Ranks train under torchrun, all started by `ecemb-run`. torchrun restarts all of them, but under
-    CPR: there `ecemb-run` replaces the rank that died, and the others stay in their processes (`ecemb.run`), as
-    its paper's servers do. Six times, or
-   three times under methods that the summary leaves out, one is killed with the memory of its machine: the
+3. *Failures*. Ranks train under torchrun, all started by `ecemb-run`. torchrun restarts all of them, but
+    under CPR: there `ecemb-run` replaces the rank that died, and the others stay in their processes
+    (`ecemb.run`), as its paper's servers do. Six times, or
+    three times under methods that the summary leaves out, one is killed with the memory of its machine: the
    first time after the optimizers of a step, then at any moment. Codes with six blocks have six ranks, and
    lose two of them at once in the first failure. Methods that save do so each eight steps here.
    - `next_step_s`: from the kill until every rank has ended a step; the restart is in it, and the

@@ -31,9 +31,10 @@ that live. Where the rebuild alone differs from another case, workers are replac
 `rebuild` says how they are rebuilt: `blocking`, before the first step, or in the `background`, where the next
 kill comes when nothing lacks any more. Four ranks, one thread each, all on one machine. `engine` is `sparse`:
 tables of `ecemb.nn`, dimension 64, with Adagrad, on the meta device before protect, which a process that
-stays keeps; or `torchrec`: the model of examples/torchrec_dlrm.py, which is built again; where processes stay,
-rank 0, which is never killed, keeps the plan of TorchRec's planner and sends it to the others. `table_bytes` is
-weights and optimizer state of a rank. In the end every rank's tables and dense parameters have to be those
+stays keeps; or `torchrec`: the model of examples/torchrec_dlrm.py, which is built again. Where processes
+stay, rank 0, which is never killed, keeps the plan of TorchRec's planner and sends it to the others.
+`table_bytes` is weights and optimizer state of a rank. In the end every rank's tables and dense parameters
+have to be those
 of an undisturbed run, which starts cold.
 """
 
