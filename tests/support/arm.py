@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support import reach  # noqa: E402
+from support import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "arm"
@@ -77,7 +77,7 @@ PLATFORMS = [
     "manylinux_2_28_aarch64",
 ]
 # qemu 7.2 answers 0 to MADV_POPULATE_WRITE and backs nothing, so test_backing is left out. It starts no other
-# program without binfmt_misc, so tests that start processes are left out.
+# program without binfmt_misc, so tests that start processes are skipped.
 TESTS = [
     "tests/contracts/test_kernels.py",
     *(f"tests/unit/memory/test_{name}.py" for name in ("arena", "header", "shared_mapping")),
@@ -105,19 +105,9 @@ def unpack() -> None:
     (BUILD / "ready").touch()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out tests that start processes, for this module as pytest's plugin."""
-    items[:] = [
-        item
-        for item in items
-        if isinstance(item, pytest.Function)
-        and "processes"
-        not in reach.kinds(item.path, frozenset({item.originalname, *item.fixturenames} | _owner(item)))
-    ]
-
-
-def _owner(item: pytest.Function) -> set[str]:
-    return {item.cls.__name__} if item.cls else set()
+def pytest_configure() -> None:
+    """Skips tests that start processes, for this module as pytest's plugin."""
+    fork_server.fork_server = lambda: pytest.skip("emulation starts no other program")
 
 
 def main() -> int:
