@@ -14,11 +14,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support import reach
-
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "arm"
 QEMU = "qemu-aarch64-static"
@@ -77,7 +72,7 @@ PLATFORMS = [
     "manylinux_2_28_aarch64",
 ]
 # qemu 7.2 answers 0 to MADV_POPULATE_WRITE and backs nothing, so test_backing is left out. It starts no other
-# program without binfmt_misc, so tests that start processes are left out.
+# program without binfmt_misc, so tests of arenas that start processes fail there.
 TESTS = [
     "tests/contracts/test_kernels.py",
     *(f"tests/unit/memory/test_{name}.py" for name in ("arena", "header", "shared_mapping")),
@@ -103,21 +98,6 @@ def unpack() -> None:
         with zipfile.ZipFile(wheel) as file:
             file.extractall(BUILD / "site")
     (BUILD / "ready").touch()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out tests that start processes, for this module as pytest's plugin."""
-    items[:] = [
-        item
-        for item in items
-        if isinstance(item, pytest.Function)
-        and "processes"
-        not in reach.kinds(item.path, frozenset({item.originalname, *item.fixturenames} | _owner(item)))
-    ]
-
-
-def _owner(item: pytest.Function) -> set[str]:
-    return {item.cls.__name__} if item.cls else set()
 
 
 def main() -> int:
