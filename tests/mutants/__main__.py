@@ -4,9 +4,9 @@
     python tests/mutants table [--json FILE]
 
 A mutant (`mutants.changes`) is written into a copy of the last commit's tree. The tests beside its module run
-first, then the simulator, then the package's other tests, then all. Outcomes are kept in build/mutants, so that
-a run which was ended goes on. `equivalent.json` has the survivors that were judged: those that change nothing
-one can see, with the reason. The table counts the others.
+first, then the simulator, then the package's other tests, then all. Outcomes are kept in build/mutants, so
+that a run which was ended goes on. `equivalent.json` has the survivors that were judged: those that change
+nothing one can see, with the reason. The table counts the others.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,29 +49,30 @@ class Mutant:
     Attributes:
         path: of the module, below the root.
         function: the function's qualified name.
-        first: its first line, by which a running function is known.
         line: of the change.
         start: of the bytes that are replaced.
         end: behind them.
         kind: of change.
         old: what is replaced, in one line.
         new: what replaces it.
+        repeat: how many changes above it in the function read the same.
     """
 
     path: str
     function: str
-    first: int
     line: int
     start: int
     end: int
     kind: str
     old: str
     new: str
+    repeat: int
 
     @property
     def name(self) -> str:
         """What is changed and how, without line numbers, which change with the file."""
-        return f"{self.path}::{self.function}: {self.old} -> {self.new}"
+        again = f" (#{self.repeat + 1})" if self.repeat else ""
+        return f"{self.path}::{self.function}: {self.old} -> {self.new}{again}"
 
     def apply(self, source: bytes) -> bytes:
         """The module's source with the change."""
@@ -84,44 +86,52 @@ def mutants(root: Path, path: Path) -> list[Mutant]:
     for line in source.splitlines(keepends=True):
         offsets.append(offsets[-1] + len(line))
     found: list[Mutant] = []
-    for function, first, node, kind, new in _walk(ast.parse(source), "", 0):
+    seen: Counter[tuple[str, str, str]] = Counter()
+    for function, node, kind, new in _walk(ast.parse(source), "", inside=False):
         assert isinstance(node, ast.stmt | ast.expr) and node.end_lineno and node.end_col_offset is not None
         start = offsets[node.lineno - 1] + node.col_offset
         end = offsets[node.end_lineno - 1] + node.end_col_offset
         old = " ".join(ast.unparse(node).split())
         where = path.relative_to(root).as_posix()
-        found.append(Mutant(where, function, first, node.lineno, start, end, kind, old, new))
+        found.append(
+            Mutant(where, function, node.lineno, start, end, kind, old, new, seen[function, old, new])
+        )
+        seen[function, old, new] += 1
     return sorted(found, key=lambda one: (one.start, one.end, one.kind))
 
 
-def _walk(node: ast.AST, function: str, first: int) -> Iterator[tuple[str, int, ast.AST, str, str]]:
-    """The changes below a node: the function, its first line, what is replaced, the kind, the new text."""
+def _walk(node: ast.AST, function: str, *, inside: bool) -> Iterator[tuple[str, ast.AST, str, str]]:
+    """The changes below a node: the function, what is replaced, the kind, the new text.
+
+    Args:
+        node: In a function, if `inside`.
+        function: The qualified name of the function or class around it.
+    """
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         name = f"{function}.{node.name}" if function else node.name
-        line = min([node.lineno, *(one.lineno for one in node.decorator_list)])
         for statement in node.body:
-            yield from _walk(statement, name, line)
+            yield from _walk(statement, name, inside=True)
         return
     if isinstance(node, ast.ClassDef):
         for statement in node.body:
-            yield from _walk(statement, f"{function}.{node.name}" if function else node.name, 0)
+            yield from _walk(statement, f"{function}.{node.name}" if function else node.name, inside=False)
         return
     if isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Lambda) or _is_silent(node):
         return
-    if first:
+    if inside:
         for kind, new in _changes(node):
-            yield function, first, node, kind, new
+            yield function, node, kind, new
         if isinstance(node, ast.If | ast.While | ast.IfExp) and isinstance(
             node.test, ast.Name | ast.Attribute | ast.Call
         ):
-            yield function, first, node.test, "condition", f"(not {ast.unparse(node.test)})"
+            yield function, node.test, "condition", f"(not {ast.unparse(node.test)})"
     if isinstance(node, ast.Raise):  # its message
         return
     for field, value in ast.iter_fields(node):
         if field not in ("annotation", "returns", "pattern"):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from _walk(child, function, first)
+                    yield from _walk(child, function, inside=inside)
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
