@@ -5,8 +5,8 @@
 
 A mutant (`mutants.changes`) is written into a copy of the last commit's tree. The tests beside its module run
 first, then the simulator, then the package's other tests, then all. Outcomes are kept in build/mutants, so
-that a run which was ended goes on. `equivalent.json` has the survivors that were judged: those that change
-nothing one can see, with the reason. The table counts the others.
+that a run which was ended goes on. `equivalent.json` has the survivors that were judged: those without any
+effect, with the reason. The table counts the others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FOLDER = ROOT / "build" / "mutants"
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 _SEEDS = 60
 _HANGS = 10
-"""Tests hang that take so many times as long as with the product as it is."""
+"""Tests hang that take this many times as long as with the product as it is."""
 _NEAR = {"kernels": ("tests/contracts/test_kernels.py",)}
 """Tests of a package besides those in tests/unit."""
 

@@ -104,8 +104,9 @@ def _walk(node: ast.AST, function: str, *, inside: bool) -> Iterator[tuple[str, 
     """The changes below a node: the function, what is replaced, the kind, the new text.
 
     Args:
-        node: In a function, if `inside`.
+        node: Where to begin.
         function: The qualified name of the function or class around it.
+        inside: Whether that is a function: elsewhere nothing is changed.
     """
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         name = f"{function}.{node.name}" if function else node.name
