@@ -77,10 +77,14 @@ SITE = """import sys
 
 sys.executable = {python!r}  # so that fork servers are started by the emulator, without binfmt_misc
 """
-TESTS = [
-    "tests/contracts/test_kernels.py",
-    *(f"tests/unit/memory/test_{name}.py" for name in ("arena", "header", "shared_mapping")),
-]
+MEMORY = ("arena", "capacity", "classify", "header", "private_files", "record_lock", "scan", "shared_mapping")
+TESTS = ["tests/contracts/test_kernels.py", *(f"tests/unit/memory/test_{name}.py" for name in MEMORY)]
+"""Those of test_backing are left out: qemu 7.2 answers 0 to MADV_POPULATE_WRITE, and backs nothing."""
+FAIL = {
+    "a_forked_child_has_no_mapping": "qemu answers 0 to MADV_DONTFORK, and the child has the mapping",
+    "a_process_that_lost_its_lock_still_counts": "fails under qemu, probably by its own /proc/self/stat",
+}
+"""Tests that the emulator fails -> why."""
 
 
 def unpack() -> None:
@@ -129,9 +133,10 @@ def main(words: Sequence[str]) -> int:
         for name in ("support.seeds", "support.arena_folder", "no:cacheprovider")
         for word in ("-p", name)
     ]
+    left_out = " and ".join(f"not {name}" for name in FAIL)
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", BUILD / "site")))
     return subprocess.run(
-        [python(), "-m", "pytest", "--noconftest", *plugins, *(words or TESTS)],
+        [python(), "-m", "pytest", "--noconftest", *plugins, "-k", left_out, *(words or TESTS)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         check=False,
