@@ -133,10 +133,11 @@ def main(words: Sequence[str]) -> int:
         for name in ("support.seeds", "support.arena_folder", "no:cacheprovider")
         for word in ("-p", name)
     ]
+    tests = () if any(not word.startswith("-") for word in words) else TESTS
     left_out = " and ".join(f"not {name}" for name in FAIL)
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", BUILD / "site")))
     return subprocess.run(
-        [python(), "-m", "pytest", "--noconftest", *plugins, "-k", left_out, *(words or TESTS)],
+        [python(), "-m", "pytest", "--noconftest", *plugins, "-k", left_out, *words, *tests],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         check=False,
