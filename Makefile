@@ -21,7 +21,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 test-kubernetes docs site pages package release-check model compat arm simulator defects failures cluster cluster-compare moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
+.PHONY: help setup demo check all-but-test lint types test test-fast test-long test-seeds test-s3 test-kubernetes docs site pages package release-check model compat arm simulator defects mutants failures cluster cluster-compare moves rebuilds kills follower-kills soak hunt bench bench-quick report gpu-packages gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -134,6 +134,10 @@ simulator: $(READY)  ## whole jobs in one process, with failures by seed: SEEDS=
 
 defects: $(READY)  ## defects planted in the product: which seed of the simulator, or which test, notices each (ARGS="--seeds 200")
 	PYTHONPATH=.:tests $(BIN)/python tests/simulator defects --json bench/results/defects.json $(ARGS)
+
+mutants: $(READY)  ## what share of small changes to the product the tests notice; goes on where it was ended (hours)
+	$(BIN)/python tests/mutants $(ARGS)
+	$(BIN)/python tests/mutants table --json bench/results/mutants.json
 
 failures: $(READY)  ## the failure matrix: real processes killed in every phase (30 minutes)
 	$(BIN)/python tests/failures --json bench/results/failures.json $(ARGS)

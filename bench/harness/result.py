@@ -1,7 +1,8 @@
 """The one form of every measurement: what a row is, and what is written around the rows.
 
     {"question", "commit", "machine", "versions", "seed", "sources", "inputs",
-     "rows": [{"metric", "value", "unit", "low", "high", "repeats", ...labels}], "seal"}
+     "rows": [{"metric", "value", "unit", "low", "high", "repeats", ...labels}],
+     "rounds": [{"metric", ...labels, NAME: "number number ..."}], "seal"}
 
 A rival is a row with the same metric and another label (`kernel`, `method`). All rows of one file
 come from one run.
@@ -129,6 +130,8 @@ class Row:
         high: The largest of the repeats.
         repeats: How many there were.
         labels: What distinguishes this row from others of its metric.
+        rounds: What was measured in each round, by name, where the value and its interval are computed from
+            pairs, so that a reader can compute them again.
     """
 
     metric: str
@@ -138,6 +141,7 @@ class Row:
     high: float
     repeats: int
     labels: dict[str, Label] = field(default_factory=dict[str, Label])
+    rounds: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]], compare=False)
 
     def __post_init__(self) -> None:
         taken = sorted(set(self.labels) & set(FIXED))
@@ -251,7 +255,14 @@ def document(
         "sources": signature.sources(question),
         **({"inputs": read} if (read := signature.inputs(question, arguments.results)) else {}),
         "rows": [row.to_json() for row in rows],
+        **({"rounds": kept} if (kept := [_rounds(row) for row in rows if row.rounds]) else {}),
     }
+
+
+def _rounds(row: Row) -> dict[str, Label]:
+    """A row's rounds with its labels; a list of numbers is a text, as JSON would give each a line."""
+    numbers = {name: " ".join(f"{one:.6g}" for one in each) for name, each in row.rounds.items()}
+    return {"metric": row.metric, **row.labels, **numbers}
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:

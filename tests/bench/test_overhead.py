@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.harness.result import Arguments, Row, Unavailable, WrongResult
+from bench.harness.result import Arguments, Row, Unavailable, WrongResult, document
 from bench.harness.thread_clocks import ThreadClocks, threads
 from bench.questions.overhead import device, estimate, managed_collision
 from bench.questions.overhead import question as overhead
@@ -322,6 +322,21 @@ def test_work_beside_counts_for_the_commit_that_it_belongs_to() -> None:
     assert row("phases_cpu_ms", phase="watch").value == pytest.approx(1000 * 0.02 * 2.5, rel=0.25)
     whole = [r.value for r in rows if r.metric == "phases_cpu_ms"]
     assert row("phases_cpu_pct").value == pytest.approx(100 * math.fsum(whole) / 1000)
+
+
+def test_a_value_can_be_computed_again_from_the_rounds_that_are_kept() -> None:
+    answers = [answer(0), answer(1)]
+    rows = list(overhead.rows_of(answers, {"window": 2}, overlap=True))
+    kept = document("overhead", Arguments(), rows)["rounds"]
+    assert len(kept) == 2 * 2  # processor and wall time, of the protected model and of the control
+    for one in kept:
+        (row,) = [r for r in rows if (r.metric, r.labels.get("method")) == (one["metric"], one["method"])]
+        read = {name: np.array(one[name].split(), float) for name in row.rounds}
+        strata = Strata(
+            read["ends_transaction"].astype(bool).tolist(), 2, read["launch"].astype(int).tolist()
+        )
+        again = strata.ratio(read["method_ms"], read["bare_ms"]).times(100, less=1)
+        assert again == pytest.approx((row.value, row.low, row.high))
 
 
 def test_launches_add_up_to_one() -> None:

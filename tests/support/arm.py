@@ -8,10 +8,12 @@ emulator on x86-64 shows instructions, and not the memory order of an aarch64 pr
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,12 +73,18 @@ PLATFORMS = [
     "manylinux_2_27_aarch64",
     "manylinux_2_28_aarch64",
 ]
-# qemu 7.2 answers 0 to MADV_POPULATE_WRITE and backs nothing, so test_backing is left out. It starts no other
-# program without binfmt_misc, so tests of arenas that start processes fail there.
-TESTS = [
-    "tests/contracts/test_kernels.py",
-    *(f"tests/unit/memory/test_{name}.py" for name in ("arena", "header", "shared_mapping")),
-]
+SITE = """import sys
+
+sys.executable = {python!r}  # so that fork servers are started by the emulator, without binfmt_misc
+"""
+MEMORY = ("arena", "capacity", "classify", "header", "private_files", "record_lock", "scan", "shared_mapping")
+TESTS = ["tests/contracts/test_kernels.py", *(f"tests/unit/memory/test_{name}.py" for name in MEMORY)]
+"""Those of test_backing are left out: qemu 7.2 answers 0 to MADV_POPULATE_WRITE, and backs nothing."""
+FAIL = {
+    "a_forked_child_has_no_mapping": "qemu answers 0 to MADV_DONTFORK, and the child has the mapping",
+    "a_process_that_lost_its_lock_still_counts": "fails under qemu, probably by its own /proc/self/stat",
+}
+"""Tests that the emulator fails -> why."""
 
 
 def unpack() -> None:
@@ -100,7 +108,18 @@ def unpack() -> None:
     (BUILD / "ready").touch()
 
 
-def main() -> int:
+def python() -> Path:
+    """A command for the emulated Python, which its processes start others by as well."""
+    path = BUILD / "python"
+    command = [QEMU, "-L", BUILD / "root", BUILD / "root" / "usr/bin" / f"python{PYTHON}"]
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, command))} "$@"\n')
+    path.chmod(0o755)
+    (BUILD / "site" / "sitecustomize.py").write_text(SITE.format(python=str(path)))
+    return path
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the tests; returns the exit code."""
     if not shutil.which(QEMU) or not shutil.which("apt-get"):
         print(NEEDS, file=sys.stderr)
         return 1
@@ -109,24 +128,21 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"{NEEDS}\n{error}", file=sys.stderr)
         return 1
-    command = [QEMU, "-L", str(BUILD / "root"), str(BUILD / "root" / "usr/bin" / f"python{PYTHON}")]
-    command += [
-        "-m",
-        "pytest",
-        "--noconftest",
-        "-p",
-        "support.seeds",
-        "-p",
-        "support.arena_folder",
-        "-p",
-        "no:cacheprovider",
+    plugins = [
+        word
+        for name in ("support.seeds", "support.arena_folder", "no:cacheprovider")
+        for word in ("-p", name)
     ]
+    tests = () if any(not word.startswith("-") for word in words) else TESTS
+    left_out = " and ".join(f"not {name}" for name in FAIL)
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", BUILD / "site")))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*command, *(sys.argv[1:] or TESTS)], cwd=ROOT, env=environment, check=False
+        [python(), "-m", "pytest", "--noconftest", *plugins, "-k", left_out, *words, *tests],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        check=False,
     ).returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ Must not know: how often a method saves, failures.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import tempfile
@@ -32,6 +33,7 @@ from bench.questions.overhead.estimate import (
     joined,
     overheads,
     parts,
+    rounds_of,
     wall_s,
 )
 from bench.workloads.training_rank import BARE, CONTROL, METHODS, PROTECTED
@@ -156,8 +158,12 @@ def of_steps(
     rounds = len(answers[0]["commits"])
     both = {"cpu": overheads(cpu, strata), "wall": overheads(wall, strata)}
     step_s = strata.mean(sum(wall[name] for name in (BARE, CONTROL)) / 2)
+    seconds, of = {"cpu": cpu, "wall": wall}, answers[0].get("launches", ())
     rows = [
-        _row(f"{what}_{kind}_pct", "%", both[kind][name], rounds, labels)
+        dataclasses.replace(
+            _row(f"{what}_{kind}_pct", "%", both[kind][name], rounds, labels),
+            rounds=rounds_of(seconds[kind], name, answers[0]["commits"], of),
+        )
         for what, name in (("step", method), ("control", CONTROL))
         for kind in both
     ]

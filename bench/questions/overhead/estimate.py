@@ -185,6 +185,23 @@ def overheads(seconds: Mapping[str, Floats], strata: Strata) -> dict[str, Estima
     return {name: ratio.times(100, less=1) for name, ratio in found.items()}
 
 
+def rounds_of(
+    seconds: Mapping[str, Floats], method: str, commits: Sequence[bool], launches: Sequence[int]
+) -> dict[str, list[float]]:
+    """What `overheads` computes a method's value from.
+
+    Of each round its launch, whether a transaction ended in it, and the milliseconds of the method and of
+    what it is compared with.
+    """
+    bare = [seconds[name] for name in ((BARE,) if method == CONTROL else (BARE, CONTROL)) if name in seconds]
+    return {
+        "launch": [float(one) for one in launches or [0] * len(commits)],
+        "ends_transaction": [float(one) for one in commits],
+        "method_ms": (1000 * seconds[method]).tolist(),
+        "bare_ms": (1000 * np.mean(bare, axis=0)).tolist(),
+    }
+
+
 def shared(seconds: Mapping[str, Any]) -> dict[str, Any]:
     """Of each model its rounds; of both bare ones their mean."""
     bare = [seconds[name] for name in (BARE, CONTROL) if name in seconds]

@@ -60,6 +60,7 @@ committed, and parity has to fit every row.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -89,6 +90,7 @@ from bench.questions.overhead.estimate import (
     p99_over_median,
     parts,
     phases_cpu_s,
+    rounds_of,
     shared,
     wall_s,
 )
@@ -460,7 +462,9 @@ def rows_of(
 
     for metric, seconds in (("cpu", cpu), ("wall", wall)):
         for method, found in overheads(seconds, strata).items():
-            yield row(f"overhead_{metric}_pct", "%", found, method=named(method))
+            one = row(f"overhead_{metric}_pct", "%", found, method=named(method))
+            rounds = rounds_of(seconds, method, first["commits"], first.get("launches", ()))
+            yield dataclasses.replace(one, rounds=rounds)
         for method, each in shared(seconds).items():
             yield row(f"step_{metric}_ms", "ms", strata.mean(each).times(1000), method=named(method))
     for method, value in p99_over_median(wall, strata, beside=overlap).items():

@@ -1,0 +1,58 @@
+"""Mutants of a module."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from mutants.changes import mutants
+
+ECEMB = Path(__file__).resolve().parents[2] / "ecemb"
+
+
+def changed(tmp_path: Path, source: str) -> list[str]:
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    return [one.apply(source.encode()).decode() for one in mutants(tmp_path, path)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("return a < b", ["return (a <= b)"]),
+        ("return a and not b", ["return (a or not b)", "return a and (b)"]),
+        ("return a + 3", ["return (a - 3)", "return a + 4"]),
+        ("if a.b:\n        return", ["if (not a.b):\n        return"]),
+        ("return a if b else c", ["return a if (not b) else c"]),
+        ("a.b = c", ["pass"]),
+        ("a.sync()", ["pass"]),
+        ("raise Wrong(f'{a + b}')", ["pass"]),
+        ("while True:\n        break", ["while False:\n        break", "while True:\n        continue"]),
+        ("logger.info('%d', a + b)", []),
+        ('"""Only words."""', []),
+        ("a: Left | Right = b", []),
+    ],
+)
+def test_each_change_is_made_alone(tmp_path: Path, before: str, after: list[str]) -> None:
+    source = "def act(a, b, c):\n    é = a\n    {}\n"
+    assert changed(tmp_path, source.format(before)) == [source.format(one) for one in after]
+
+
+def test_constants_of_a_module_are_left_alone(tmp_path: Path) -> None:
+    assert changed(tmp_path, "LIMIT = 3 + 4\n\n\nclass Box:\n    size: int = 3\n") == []
+
+
+def test_changes_of_the_same_words_have_names_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("def act(a):\n    return a[0] + a[0]\n")
+    names = [one.name for one in mutants(tmp_path, path)]
+    assert len(set(names)) == len(names) == 3
+
+
+def test_mutants_of_the_product_are_programs() -> None:
+    for path in sorted((ECEMB / "step").glob("*.py")):
+        source = path.read_bytes()
+        for one in mutants(ECEMB.parent, path)[::20]:
+            assert ast.dump(ast.parse(one.apply(source))) != ast.dump(ast.parse(source)), one.name
