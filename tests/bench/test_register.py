@@ -31,7 +31,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
-    """Asks a question whose answer is some rows, or an exception."""
+    """Asks a question whose answer is some rows, or an exception; what has no file goes to `tmp_path`/build."""
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "LATEST", tmp_path / "build")
 
     def asked(answer: list[Row] | BaseException, *words: str) -> None:
         def run(_: Arguments) -> list[Row]:
@@ -116,8 +118,6 @@ def test_an_answer_without_a_file_is_kept_until_the_next_one(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(command, "ROOT", tmp_path)
-    monkeypatch.setattr(command, "LATEST", tmp_path / "build")
     ask(ROWS)
     assert capsys.readouterr().err == f"goes to build/weather.json; {command.KEEP}\n"
     assert json.loads((tmp_path / "build" / "weather.json").read_text())["question"] == "weather"
