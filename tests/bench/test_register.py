@@ -31,7 +31,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
-    """Asks a question whose answer is some rows, or an exception; what has no file goes to `tmp_path`/build."""
+    """Asks a question whose answer is some rows, or an exception. Without a file it goes to `tmp_path`."""
     monkeypatch.setattr(command, "ROOT", tmp_path)
     monkeypatch.setattr(command, "LATEST", tmp_path / "build")
 
