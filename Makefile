@@ -136,8 +136,7 @@ defects: $(READY)  ## defects planted in the product: which seed of the simulato
 	PYTHONPATH=.:tests $(BIN)/python tests/simulator defects --json bench/results/defects.json $(ARGS)
 
 mutants: $(READY)  ## what share of small changes to the product the tests notice; goes on where it was ended (hours)
-	$(BIN)/python tests/mutants $(ARGS)
-	$(BIN)/python tests/mutants table --json bench/results/mutants.json
+	$(BIN)/python tests/mutants --json bench/results/mutants.json $(ARGS)
 
 failures: $(READY)  ## the failure matrix: real processes killed in every phase (30 minutes)
 	$(BIN)/python tests/failures --json bench/results/failures.json $(ARGS)

@@ -22,7 +22,7 @@ PICTURED = (
     *("written_of_interval", "stored_of_interval"),
 )
 """Metrics for a picture, with too many rows for a table."""
-ELSEWHERE = ("cluster", "compat", "defects", "failures", "follower_kills", "kills", "soak")
+ELSEWHERE = ("cluster", "compat", "defects", "failures", "follower_kills", "kills", "mutants", "soak")
 """What `make` writes of these, besides questions: no page."""
 
 

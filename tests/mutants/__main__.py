@@ -1,12 +1,12 @@
 """What the tests notice: a sample of mutants of the product, each run against tests until one fails.
 
-    python tests/mutants [--each 35] [--seed 59] [--workers 2] [--minutes M] [--stages near,simulator,package]
-    python tests/mutants table [--json FILE]
+    python tests/mutants [--each 35] [--seed 59] [--workers 2] [--minutes M] [--stages A,B] [--json FILE]
 
 A mutant (`mutants.changes`) is written into a copy of the last commit's tree. The tests beside its module run
-first, then the simulator, then the package's other tests, then all. Outcomes are kept in build/mutants, so
-that a run which was ended goes on. `equivalent.json` has the survivors that were judged: those without any
-effect, with the reason. The table counts the others.
+first, then the simulator, then the package's other tests, then all. Outcomes are kept in build/mutants by
+commit, so that a run which was ended goes on. `equivalent.json` has the survivors that were judged: those
+without any effect, with the reason. Then the table is printed, of those that a test noticed or that have met
+all stages; it is written only once all have.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -24,7 +25,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from bench.harness import register  # noqa: E402 - the path comes first
 from bench.harness.result import Arguments, Row, commit, document, once, write  # noqa: E402 - the path comes first
 from mutants.changes import Mutant, mutants  # noqa: E402
 
@@ -39,6 +41,7 @@ PACKAGES = ("kernels", "coding", "memory", "step", "recovery", "net", "start", "
 STAGES = ("near", "simulator", "package", "all")
 """Kinds of tests, in the order in which a mutant meets them."""
 FOLDER = ROOT / "build" / "mutants"
+OUTCOMES = "outcomes.jsonl"
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 _SEEDS = 60
 _HANGS = 10
@@ -77,7 +80,7 @@ def sample(each: int, seed: int) -> list[Mutant]:
             one for path in sorted((ROOT / "ecemb" / package).glob("*.py")) for one in mutants(ROOT, path)
         ]
         drawn.append(draw.sample(found, min(each, len(found))))
-    return [one for several in zip(*drawn, strict=False) for one in several]
+    return [one for several in itertools.zip_longest(*drawn) for one in several if one is not None]
 
 
 def tests_of(mutant: Mutant, stage: str) -> list[str]:
@@ -106,8 +109,8 @@ class Unusable(Exception):
 class Usual:
     """How long tests take with the product as it is, where they have to pass."""
 
-    def __init__(self) -> None:
-        self._path, self._lock = FOLDER / "usual.json", threading.Lock()
+    def __init__(self, folder: Path) -> None:
+        self._path, self._lock = folder / "usual.json", threading.Lock()
         self._seconds: dict[str, float] = json.loads(self._path.read_text()) if self._path.exists() else {}
 
     def limit_s(self, words: Sequence[str], tree: Path) -> float:
@@ -162,58 +165,59 @@ def _failure(words: Sequence[str], tree: Path, limit_s: float | None) -> str | N
         text=True,
         errors="replace",
     ) as process:
-        timer = threading.Timer(limit_s or 0, _kill, (process.pid,))
-        if limit_s is not None:
-            timer.start()
-        said, _ = process.communicate()
-        timer.cancel()
-        _kill(process.pid)  # what the tests started
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return "hangs"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # it, and what the tests started
     if process.returncode == 0:
         return None
-    if process.returncode == -signal.SIGKILL:
-        return "hangs"
     lines = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return (lines or said.splitlines()[-1:] or ["no words"])[0][:300]
 
 
-def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+def run(given: argparse.Namespace, folder: Path, drawn: Sequence[Mutant]) -> None:
+    """Tries all of the sample that have not met the stages.
 
-
-def run(given: argparse.Namespace) -> None:
-    """Tries all of the sample that have not met the stages."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    known = {one.name: one for one in outcomes()}
-    drawn = sample(given.each, given.seed)
-    stages = tuple(given.stages.split(","))
-    done = {one.name for one in known.values() if one.stage or set(stages) <= set(one.stages)}
+    Raises:
+        Unusable: Tests fail without any mutant.
+    """
+    known = {one.name: one for one in outcomes(folder)}
+    done = {one.name for one in known.values() if one.stage or set(given.stages) <= set(one.stages)}
     todo = [one for one in drawn if one.name not in done]
-    print(f"{len(drawn)} mutants, {len(todo)} to try, of commit {commit()}", flush=True)
+    print(f"{len(drawn)} mutants, {len(todo)} to try", flush=True)
     ends = time.monotonic() + 60 * given.minutes
-    usual, lock = Usual(), threading.Lock()
-    trees = [_tree(number) for number in range(given.workers)]
+    usual, lock = Usual(folder), threading.Lock()
+    trees = [_tree(folder, number) for number in range(given.workers if todo else 0)]
 
     def work(mutant: Mutant) -> None:
         if time.monotonic() > ends:
             return
         with lock:
             tree = trees.pop()
-        before = known[mutant.name].stages if mutant.name in known else ()
-        one = try_one(mutant, tree, [stage for stage in stages if stage not in before], usual)
-        with lock:
-            trees.append(tree)
-            content = {**vars(one), "stages": (*before, *one.stages)}
-            with (FOLDER / "outcomes.jsonl").open("a") as file:
-                file.write(json.dumps(content) + "\n")
+        try:
+            before = known[mutant.name].stages if mutant.name in known else ()
+            one = try_one(mutant, tree, [stage for stage in given.stages if stage not in before], usual)
+        finally:
+            with lock:
+                trees.append(tree)
+        with lock, (folder / OUTCOMES).open("a") as file:
+            file.write(json.dumps({**vars(one), "stages": (*before, *one.stages)}) + "\n")
             print(f"{one.stage or 'SURVIVES':10s} {one.name[:150]}", flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(given.workers) as pool:
-        list(pool.map(work, todo))
+        futures = [pool.submit(work, mutant) for mutant in todo]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _tree(number: int) -> Path:
-    tree = FOLDER / f"tree-{number}"
+def _tree(folder: Path, number: int) -> Path:
+    tree = folder / f"tree-{number}"
     shutil.rmtree(tree, ignore_errors=True)
     (tree / "tmp").mkdir(parents=True)
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
@@ -221,9 +225,9 @@ def _tree(number: int) -> Path:
     return tree
 
 
-def outcomes() -> Iterator[Outcome]:
+def outcomes(folder: Path) -> Iterator[Outcome]:
     """The last outcome of each mutant that was tried."""
-    path = FOLDER / "outcomes.jsonl"
+    path = folder / OUTCOMES
     last: dict[str, Outcome] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         content: dict[str, Any] = json.loads(line)
@@ -232,11 +236,13 @@ def outcomes() -> Iterator[Outcome]:
     yield from last.values()
 
 
-def table(given: argparse.Namespace) -> None:
-    """Prints the share that is noticed, by package and by kind of tests, and the survivors."""
-    judged: dict[str, str] = json.loads(EQUIVALENT.read_text())
-    drawn = {one.name for one in sample(given.each, given.seed)}
-    tried = [one for one in outcomes() if one.name in drawn]
+def table(judged: Mapping[str, str], tried: Sequence[Outcome]) -> list[Row]:
+    """Prints the share that is noticed, by package and by kind of tests, and the survivors; returns the rows.
+
+    Args:
+        judged: Survivors without any effect, by name.
+        tried: Of mutants that were noticed, or have met all stages.
+    """
     rows: list[Row] = []
     print(f"| package | mutants | equivalent | noticed | {' | '.join(STAGES)} |")
     for package in (*PACKAGES, "all packages"):
@@ -252,26 +258,55 @@ def table(given: argparse.Namespace) -> None:
         rows += [once("mutants", "mutants", by[stage], package=package, outcome=stage) for stage in STAGES]
     for one in tried:
         if not one.stage and one.name not in judged:
-            print(f"survives {', '.join(one.stages)}: {one.name}")
+            print(f"survives: {one.name}")
             rows.append(once("survivor", "mutants", 1, package=one.package, change=one.name))
-    if given.json:
-        write(given.json, document("mutants", Arguments(seed=given.seed), rows))
+    return rows
+
+
+def stages_of(given: str) -> tuple[str, ...]:
+    """The stages of a list with commas.
+
+    Raises:
+        argparse.ArgumentTypeError: There is no such stage.
+    """
+    stages = tuple(given.split(","))
+    if wrong := [one for one in stages if one not in STAGES]:
+        raise argparse.ArgumentTypeError(f"there are no stages {wrong}; the stages are {', '.join(STAGES)}")
+    return stages
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs, or prints the table."""
+    """Tries mutants and prints the table; returns 1 if the tree is not a commit's, or some are left."""
     parser = argparse.ArgumentParser(prog="python tests/mutants", description=str(__doc__).splitlines()[0])
-    parser.add_argument("what", nargs="?", choices=("run", "table"), default="run")
     parser.add_argument("--each", type=int, default=35, help="mutants of each package")
     parser.add_argument("--seed", type=int, default=59, help="of the sample")
     parser.add_argument("--workers", type=int, default=2, help="mutants that are tried at a time")
     parser.add_argument("--minutes", type=float, default=24 * 60.0, help="try no further one after this time")
-    parser.add_argument("--stages", default=",".join(STAGES), help="kinds of tests, in order")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the table")
+    parser.add_argument("--stages", type=stages_of, default=STAGES, help="kinds of tests, in order")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="where to write the table of the whole sample"
+    )
     given = parser.parse_args(words)
-    (run if given.what == "run" else table)(given)
+    if (head := commit()).endswith("-dirty"):
+        print(
+            f"mutants are of a commit, and this tree is {head}: commit or stash the changes", file=sys.stderr
+        )
+        return 1
+    folder = FOLDER / head
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = sample(given.each, given.seed)
+    run(given, folder, drawn)
+    names = {one.name for one in drawn}
+    tried = [one for one in outcomes(folder) if one.stage or set(STAGES) <= set(one.stages)]
+    tried = [one for one in tried if one.name in names]
+    rows = table(json.loads(EQUIVALENT.read_text()), tried)
+    if left := len(drawn) - len(tried):
+        print(f"{left} of {len(drawn)} mutants have not met all tests: the same command goes on")
+        return 1
+    if given.json:
+        write(given.json, document("mutants", Arguments(seed=given.seed), rows))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(register.script("mutants", main, "tests/mutants", sys.argv[1:]))

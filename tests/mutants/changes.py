@@ -49,7 +49,6 @@ class Mutant:
     Attributes:
         path: of the module, below the root.
         function: the function's qualified name.
-        line: of the change.
         start: of the bytes that are replaced.
         end: behind them.
         kind: of change.
@@ -60,7 +59,6 @@ class Mutant:
 
     path: str
     function: str
-    line: int
     start: int
     end: int
     kind: str
@@ -93,9 +91,7 @@ def mutants(root: Path, path: Path) -> list[Mutant]:
         end = offsets[node.end_lineno - 1] + node.end_col_offset
         old = " ".join(ast.unparse(node).split())
         where = path.relative_to(root).as_posix()
-        found.append(
-            Mutant(where, function, node.lineno, start, end, kind, old, new, seen[function, old, new])
-        )
+        found.append(Mutant(where, function, start, end, kind, old, new, seen[function, old, new]))
         seen[function, old, new] += 1
     return sorted(found, key=lambda one: (one.start, one.end, one.kind))
 
@@ -149,7 +145,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield "constant", str(not value)
         case ast.Constant(value=int(value)):
             yield "constant", str(value + 1)
-        case ast.Expr(value=ast.Call() | ast.Await()) | ast.AugAssign() | ast.Delete() | ast.Raise():
+        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Delete() | ast.Raise():
             yield "left out", "pass"
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
             yield "left out", "pass"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+from argparse import ArgumentTypeError
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from mutants.__main__ import PACKAGES, STAGES, Outcome, sample, stages_of, table
 from mutants.changes import mutants
 
 ECEMB = Path(__file__).resolve().parents[2] / "ecemb"
@@ -56,3 +59,28 @@ def test_mutants_of_the_product_are_programs() -> None:
         source = path.read_bytes()
         for one in mutants(ECEMB.parent, path)[::20]:
             assert ast.dump(ast.parse(one.apply(source))) != ast.dump(ast.parse(source)), one.name
+
+
+def test_a_package_with_few_mutants_leaves_the_others_theirs() -> None:
+    most = 600
+    drawn = Counter(Path(one.path).parts[1] for one in sample(most, 1))
+    assert min(drawn.values()) < max(drawn.values()) == most
+    assert set(drawn) == set(PACKAGES)
+
+
+def test_stages_that_are_none_are_refused() -> None:
+    assert stages_of("near,all") == ("near", "all")
+    with pytest.raises(ArgumentTypeError, match=r"there are no stages \['nera'\]; the stages are near, "):
+        stages_of("nera,all")
+
+
+def test_equivalent_mutants_do_not_count_as_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    tried = [
+        Outcome(name, "step", "logic", stage, STAGES, "")
+        for name, stage in (("a", "near"), ("b", "simulator"), ("c", ""), ("d", ""))
+    ]
+    rows = table({"c": "has no effect"}, tried)
+    shares = {row.labels["package"]: row.value for row in rows if row.metric == "noticed"}
+    assert shares["step"] == shares["all packages"] == pytest.approx(2 / 3)
+    assert [row.labels["change"] for row in rows if row.metric == "survivor"] == ["d"]
+    assert "| step | 4 | 1 | 67 % | 1 | 1 | 0 | 0 |" in capsys.readouterr().out
