@@ -252,10 +252,9 @@ def taken(values: Values, of_gb: float, rebuild: float | None) -> Taken:
     """
     method = values[NEXT]["method"]
     case = BY_METHOD[method]
-    step = values.get("step_wall_pct" if "script" in values[NEXT] else STEP)
-    acts = step is not None and (case.acts or case.guard is not None)
-    at_most = acts and step is not None and not is_certain(step)
-    steps_pct = (step["high"] if at_most else step["value"]) if acts and step is not None else 0.0
+    step = steps_of(values) if case.acts or case.guard is not None else None
+    at_most = step is not None and not is_certain(step)
+    steps_pct = 0.0 if step is None else step["high" if at_most else "value"]
     lost_s = line(values, "lost_s")
     written_s = line(values, "until_written_s" if case.behind else "stall_s") if case.saves else Line(0.0)
     per_gb_s = 0.0
@@ -277,6 +276,11 @@ def taken(values: Values, of_gb: float, rebuild: float | None) -> Taken:
         again_s=0.0 if case.saves else values[TAKES]["value"],
         next_s=Line(next_s - per_gb_s * of_gb, per_gb_s),
     )
+
+
+def steps_of(values: Values) -> Row | None:
+    """What steps take longer by: of a script wall time, else processor time; None if it was not measured."""
+    return values.get("step_wall_pct" if "script" in values.get(NEXT, {}) else STEP)
 
 
 def line(values: Values, metric: str) -> Line:
@@ -315,7 +319,7 @@ def overheads(found: Mapping[str, Values]) -> str:
     said: list[str] = []
     for method in sorted(found, key=lambda name: [*names, name].index(name)):
         values, case = found[method], BY_METHOD[method]
-        row = values.get("step_wall_pct" if "script" in values.get(NEXT, {}) else STEP)
+        row = steps_of(values)
         if row is not None and (case.acts or case.guard is not None or "script" not in row):
             said.append(
                 f"{names.get(method, method)} {row['value']:.2g} ({row['low']:.2g} to {row['high']:.2g})"

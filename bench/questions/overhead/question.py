@@ -53,9 +53,8 @@ Rarer evictions cost less: each saves and sends the whole map. The popularity of
 in its order to the power of `skew`; in `dlrm`, 1.2 gives 7,200 rows a rank and step, which is what the costs
 in the design were reckoned for, 1.05 gives 12,300. One thread a rank, all ranks on one machine. In the
 setting `device`, which is measured only if it is asked for, steps sleep while a device would train:
-`bench.questions.overhead.device` has its metrics. After the run all models
-have to hold the same bytes on every rank, replicas those of the rows, all steps have to be
-committed, and parity has to fit every row.
+`bench.questions.overhead.device` has its metrics. After the run all models have to hold the same bytes on
+every rank, replicas those of the rows, all steps have to be committed, and parity has to fit every row.
 """
 
 from __future__ import annotations
@@ -235,12 +234,16 @@ def of_verification(scale: Scale, engine: str, code: Code, seed: int) -> list[Ro
 def of_device(code: Code, arguments: Arguments) -> list[Row]:
     """Measures steps whose device part sleeps, with commits beside them; see `device`."""
     rounds = arguments.pairs or (3 if arguments.quick else 20)
+    base = QUICK if arguments.quick else FULL
     setting = replace(
-        QUICK if arguments.quick else FULL, name=device.NAME, tables=1, dim=64, rows=DEVICE_ROWS, skew=0.0
+        base,
+        name=device.NAME,
+        tables=1,
+        dim=64,
+        rows=QUICK_DEVICE_ROWS if arguments.quick else DEVICE_ROWS,
+        skew=0.0,
+        timeout_s=2 * base.timeout_s,
     )
-    setting = replace(setting, timeout_s=2 * setting.timeout_s)
-    if arguments.quick:
-        setting = replace(setting, rows=QUICK_DEVICE_ROWS)
     rows: list[Row] = []
     for step_ms in device.STEPS_MS[-1:] if arguments.quick else device.STEPS_MS:
         _, answers = train(
@@ -332,8 +335,8 @@ def train(
     )
     with order.leaving_nothing():
         imports = IMPORTS.get(engine, ())
-        ranks_ = scale.ranks or order.n
-        with Ranks(ranks_, work, order, *more, deadline_s=order.timeout_s, imports=imports) as ranks:
+        count = scale.ranks or order.n
+        with Ranks(count, work, order, *more, deadline_s=order.timeout_s, imports=imports) as ranks:
             answers = ranks.answers()
             ranks.finished()
     return order, answers
