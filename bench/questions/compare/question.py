@@ -21,11 +21,11 @@ dense part and the engines of `python -m bench overhead`:
      optimizer state, by a line through tables of two sizes.
    - `save_written_bytes`, `save_sent_bytes`: by a rank.
 3. *Failures*. Ranks train under torchrun, all started by `ecemb-run`. torchrun restarts all of them, but
-    under CPR: there `ecemb-run` replaces the rank that died, and the others stay in their processes
-    (`ecemb.run`), as its paper's servers do. Six times, or
-    three times under methods that the summary leaves out, one is killed with the memory of its machine: the
-   first time after the optimizers of a step, then at any moment. Codes with six blocks have six ranks, and
-   lose two of them at once in the first failure. Methods that save do so each eight steps here.
+   under CPR: there `ecemb-run` replaces the rank that died, and the others stay in their processes
+   (`ecemb.run`), as its paper's servers do. Six times, or three times under methods that the summary leaves
+   out, one is killed with the memory of its machine: the first time after the optimizers of a step, then at
+   any moment. Codes with six blocks have six ranks, and lose two of them at once in the first failure.
+   Methods that save do so each eight steps here.
    - `next_step_s`: from the kill until every rank has ended a step; the restart is in it, and the
      script's own building of its tables, which takes the same time under every method. `prepare_s`: the part
      of it that the method takes, on the slowest rank. `caught_up_s`: until every rank has passed the

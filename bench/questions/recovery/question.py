@@ -34,8 +34,7 @@ tables of `ecemb.nn`, dimension 64, with Adagrad, on the meta device before prot
 stays keeps; or `torchrec`: the model of examples/torchrec_dlrm.py, which is built again. Where processes
 stay, rank 0, which is never killed, keeps the plan of TorchRec's planner and sends it to the others.
 `table_bytes` is weights and optimizer state of a rank. In the end every rank's tables and dense parameters
-have to be those
-of an undisturbed run, which starts cold.
+have to be those of an undisturbed run, which starts cold.
 """
 
 from __future__ import annotations
